@@ -72,7 +72,7 @@ class Lane:
     Args:
         group: The group that owns the pool and the stream.
         inputs: The declarations of the inputs.
-        num_rows: Number of rows of the buffers: the largest bucket, not the largest batch.
+        num_rows: Number of rows in the buffers: the largest bucket, not the largest batch.
         row_count: Whether graphs read the number of real rows from device memory.
         inputs_at: Function that returns the inputs for given axis buckets; None without axes.
 
@@ -82,9 +82,9 @@ class Lane:
         chain: The order of steps that must not overlap; None for a single lane.
         tick: Number of steps so far, including eager steps; the last use of a graph is stored as a
             tick.
-        handle: Raw handle of the stream of the last step; None before the first step.
+        handle: Raw handle of the stream that ran the last step; None before the first step.
         stream_argument: ``handle`` as an argument of driver calls.
-        last_stream: The stream of the last step; None before the first step.
+        last_stream: The stream that ran the last step; None before the first step.
     """
 
     def __init__(

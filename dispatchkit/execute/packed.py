@@ -42,8 +42,9 @@ class PackedRunner:
 
     Raises:
         ConfigError: The runner is not a GraphRunner (a RankedRunner is not supported), does not
-            return owned outputs, or has other axes than ``items``. The error is also raised if the
-            rows of an input are neither tokens nor items, or if ``results`` is invalid.
+            return owned outputs, or does not have ``items`` as its only axis. The error is also
+            raised if the rows of an input are neither tokens nor items, or if ``results`` is
+            invalid.
 
     Thread safety: as for the runner.
     """
@@ -109,7 +110,7 @@ class PackedRunner:
         """Run the step on all items; return the results of each item, in order.
 
         Args:
-            inputs: For each input with tokens as rows, a sequence of tensors, one per item; their
+            inputs: For each input with tokens as rows, a sequence with one tensor per item, whose
                 dimension 0 is the length of the item. For each input with items as rows, a sequence
                 with one value per item.
 

@@ -183,7 +183,7 @@ class GraphRunner:
         Raises:
             InputError: An input is missing or unknown, or has a wrong type, device or shape.
             DescriptorError: A property of the batch is invalid or above its limit.
-            NoGraphError: No graph can run, and eager is not allowed, or counts as a downgrade in a
+            NoGraphError: No graph can run, and an eager step is not allowed or is a downgrade in a
                 strict runner.
             ReplayError: A replay failed and may have changed state.
         """

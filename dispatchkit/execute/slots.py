@@ -239,9 +239,9 @@ class SlotState:
     is identified by any hashable value.
 
     Args:
-        banks: One ``StaticInput`` per kind of state, with its shape (None for the slots), its dtype
-            and its initial state as the fill value. Alternatively, one ``RawBank`` per kind of
-            state. With ``RawBank``, slots are not an input, and runners declare
+        banks: One ``StaticInput`` per kind of state: the shape (None for the slots), the dtype, and
+            the initial state as the fill value. Alternatively, one ``RawBank`` per kind of state.
+            With ``RawBank``, slots are not an input, and runners declare
             ``state=slots.step_state``.
         num_slots: Maximum number of sessions.
         compact: Whether to keep the sessions in slots 0 to n-1, by moving the last session into any

@@ -100,7 +100,7 @@ def swapped(model) -> GraphRunner:
 
 def refused_swap(model) -> GraphRunner:
     runner = stepped(model)
-    with pytest.raises(Exception, match="rows of the static inputs"):
+    with pytest.raises(Exception, match="rows in the static inputs"):
         runner.swap(sizes=(64,))
     return runner
 

@@ -197,7 +197,7 @@ class CapturedPieces:
         Exceptions raised by an eager piece propagate unchanged.
 
         Args:
-            num_rows: Number of rows of the batch.
+            num_rows: Number of rows in the batch.
             has_effect: Whether a replay of a graph piece changes more than its outputs.
 
         Raises:
@@ -353,7 +353,7 @@ class CapturedKey:
         """Launch the graphs on the current stream and return the padded outputs.
 
         Args:
-            num_rows: Number of rows of the batch.
+            num_rows: Number of rows in the batch.
 
         Raises:
             LaunchError: Not all graphs could be launched.

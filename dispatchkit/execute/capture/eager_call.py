@@ -77,7 +77,7 @@ class EagerCall:
         results: Flattened results of the capture.
         structure: Structure of the results.
         written: Arguments that the call writes, each with its batch dimension.
-        num_rows: Number of rows of the graph.
+        num_rows: Number of rows that the graph computes.
     """
 
     fn: Callable[..., Any]
@@ -102,7 +102,7 @@ class EagerCall:
         Rows after the batch are set to zero, because the call may write arbitrary values there.
 
         Args:
-            num_rows: Number of rows of the batch.
+            num_rows: Number of rows in the batch.
 
         Raises:
             DifferentResultError: A result differs from the capture.

@@ -246,7 +246,7 @@ class GraphMaker:
                     draws=draws,
                 )
         finally:
-            caller.wait_stream(lane.stream)  # replays made during the capture may still run
+            caller.wait_stream(lane.stream)  # replays from the capture may still be running
         return captured.outputs
 
 

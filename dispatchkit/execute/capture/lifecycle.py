@@ -453,8 +453,8 @@ class Lifecycle:
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
         """Return why a batch would run eager even if a key had a graph; empty if it would replay.
 
-        The reason is that of another graph of the family. If it is not empty, a lazy runner skips
-        the capture.
+        The reason is taken from another graph of the family. If it is not empty, a lazy runner
+        skips the capture.
         """
         if num_tokens == key.num_tokens:
             return ""

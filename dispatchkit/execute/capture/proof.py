@@ -460,7 +460,7 @@ class RowProver:
     def _run_eager(
         self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int
     ) -> tuple[_Outputs | None, Any]:
-        """Run the step eager on the first rows; return copies of its outputs, and the outputs."""
+        """Run the step eager on the first rows; return a copy of its outputs, and the originals."""
         rows.write(count)
         snapshot.restore()
         rows.restore_slots()
@@ -513,7 +513,7 @@ class RowProver:
 
 @attrs.frozen(eq=False)
 class _Outputs:
-    """Copies of the results of an eager run.
+    """The copied results of an eager run.
 
     Attributes:
         leaves: Flattened outputs.
@@ -587,7 +587,7 @@ class _Rows:
         head: Number of leading rows that are the same for all sizes.
         has_integers: Whether any input contains integers or flags.
         is_varied: Whether integers or flags of the call differ from fill.
-        num_given: Number of rows of the call.
+        num_given: Number of rows in the call.
     """
 
     def __init__(
@@ -877,7 +877,7 @@ def _head_of(key: GraphKey) -> int:
 
 
 def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
-    """Return the numbers of rows on which eager runs for a key, in order; may be empty.
+    """Return the number of rows of each eager run for a key, in order; may be empty.
 
     Args:
         key: Key to capture.

@@ -118,7 +118,7 @@ class SegmentRecorder:
 
     Args:
         lane: Lane of the capture.
-        num_rows: Number of rows of the graph.
+        num_rows: Number of rows that the graph computes.
         dims: Batch dimensions of each call; empty if unknown.
         is_fixed: Function that returns whether a tensor has a fixed address (static input, state).
         admission: Check of the memory budgets; None if there is no limit.
@@ -385,8 +385,8 @@ def batch_dims(
     Args:
         calls: Calls of the first run.
         others: Calls of the second run.
-        size: Number of rows of the first run.
-        other: Number of rows of the second run.
+        size: Number of rows in the first run.
+        other: Number of rows in the second run.
 
     Returns:
         For each call, the batch dimension of each tensor, or None. Empty if the runs made different

@@ -415,9 +415,9 @@ class Warmups:
     def needs_inference_mode(self) -> bool:
         """Return whether to capture in inference mode.
 
-        Inference mode is needed if the caller is in it, or if the step reaches a tensor that was
-        created in it, for example in the cache of an engine. These tensors cannot be written
-        outside inference mode.
+        Inference mode is needed if the caller uses it, or if the step reaches an inference tensor,
+        for example in an engine's cache. Inference tensors cannot be written outside inference
+        mode.
         """
         if torch.is_inference_mode_enabled() or any(one.is_inference() for one in self._declared):
             return True

@@ -124,7 +124,7 @@ class _Route:
     Attributes:
         form: Form of the calls.
         sizes: Size of the calls along each axis, by name.
-        num_rows: Number of rows of the batch.
+        num_rows: Number of rows in the batch.
         kind: Kind of the calls, as for ``_GradientProbe``.
         names: Keywords of the calls, in the order of the form's inputs.
         types: Types of the tensors, which are not part of a cache key.
@@ -497,7 +497,7 @@ class GraphedCalls:
         tensors: Sequence[torch.Tensor],
         known: Sequence[int | None] | None,
     ) -> str | list[int | None]:
-        """Return the declared or derived batch dimension of each tensor, or a reason.
+        """Return the batch dimension of each tensor, or why the call runs eager.
 
         Raises:
             ConfigError: The declaration does not match the call.
@@ -518,7 +518,7 @@ class GraphedCalls:
             odd = sorted(set(declared) - set(names))
             if odd:
                 hint = "Correct the names, or remove them from batch_dims."
-                raise ConfigError("batch_dims", odd, f"names of tensors of the call: {names}", hint)
+                raise ConfigError("batch_dims", odd, f"names of tensors in the call: {names}", hint)
             dims = [declared.get(name) for name in names]
         else:
             dims = [declared if one.dim() else None for one in tensors]  # type: ignore[misc]
@@ -608,7 +608,7 @@ class GraphedCalls:
         return result
 
     def _record_address(self) -> None:
-        """Record the address of a tensor of the module, which changes when the module moves."""
+        """Record the address of one tensor, which changes when the module is moved."""
         self._read_address = int if self.module is None else address_reader(self.module)
         self._address = self._read_address()
 

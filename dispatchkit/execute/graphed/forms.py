@@ -109,7 +109,7 @@ class Form:
         """Run a call; an eager step receives the caller's own containers.
 
         Args:
-            runner: Runner from ``runner_for``.
+            runner: Runner that ``runner_for`` returned for the call.
             tensors: Tensors of the call.
             sizes: Size of the call along each axis, by name.
             args: Arguments of the call.

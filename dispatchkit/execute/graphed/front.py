@@ -87,7 +87,7 @@ def graphed(
         example: Arguments of a call, as a tuple or a dictionary by name. Graphs for this form of
             call are captured immediately, at all sizes.
         batch_dims: Batch dimension of all tensors, or a dictionary by parameter name, with None for
-            unbatched tensors; the tensors of a nested argument are ``name_0``, ``name_1`` and so
+            unbatched tensors. Tensors of a nested argument are named ``name_0``, ``name_1`` and so
             on. By default, dimension 0 is the batch dimension of the first tensor, and of all
             tensors that always have the same size there.
         memory: ``GraphMemory``, or one of its groups, to share with other runners. By default, the

@@ -39,7 +39,7 @@ class HeldWeights:
         as no held tensor is known to require gradients, each call checks one held tensor, in turn.
 
         Args:
-            form: Identity of the form of the call.
+            form: Identity of the call's form.
         """
         if self._turn is None:
             tensors = list(_held_tensors(self._target))

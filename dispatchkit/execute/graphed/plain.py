@@ -31,7 +31,7 @@ class PlainSteps:
     Args:
         form: Form of the calls.
         runner: Current runner of the form.
-        num_tokens: Number of rows of the calls.
+        num_tokens: Number of rows in the calls.
         names: Keywords of the calls, in the order of the form's inputs.
         has_grad: Whether gradients are enabled in the calls.
     """

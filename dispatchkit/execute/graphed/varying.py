@@ -40,7 +40,7 @@ _MAX_PROOFS: Final = 9
 
 @attrs.frozen
 class Axes:
-    """The axes of the tensors of calls.
+    """The axes of calls, by tensor and dimension.
 
     Attributes:
         shapes: Shape of each tensor, with None for the batch and a name for an axis. An axis

@@ -29,14 +29,14 @@ class InputBuffers:
 
     Args:
         inputs: Declared inputs.
-        num_rows: Number of rows of each batched buffer.
+        num_rows: Number of rows in each batched buffer.
         tensors: Existing buffers in declared order; allocated by default.
         backend: Backend of the device; required with host inputs, unless ``tensors`` is given.
         allocate: Function that allocates device tensors, for example in a graph pool.
 
     Attributes:
         tensors: One device tensor per input, in declared order.
-        num_rows: Number of rows of each batched buffer.
+        num_rows: Number of rows in each batched buffer.
         staging: Staging buffers of the host inputs; None if there are none.
         clean_from: First row of the range that is known to contain only fill in every batched
             buffer. For host inputs with staging buffers, the range is in their pinned memory.
@@ -100,7 +100,7 @@ class InputBuffers:
             raise ConfigError(
                 "num_rows",
                 num_rows,
-                f"from 0 to {self.num_rows}, the number of rows of the buffers",
+                f"from 0 to {self.num_rows}, the number of rows in the buffers",
             )
         views = list(self.tensors)
         for index, dim in self.inputs.batched:
@@ -307,7 +307,7 @@ class StaticBuffers:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of each batched buffer, which is the size of the largest graph."""
+        """The number of rows in each batched buffer, which is the size of the largest graph."""
         return self._buffers.num_rows
 
     def wait(self) -> None:

@@ -14,14 +14,14 @@ class CallReader:
 
     Args:
         inputs: Static inputs, at the smallest bucket of each axis.
-        axes: Inputs along axes, or None without axes.
+        axes: Inputs of a runner with axes, otherwise None.
 
     Attributes:
         bind: Function that puts arguments into declared order.
         to_arrays: Function that converts host inputs to arrays.
         check: Function that validates a call. It returns the number of rows and whether a copy
             node can read the inputs directly, or raises InputError.
-        axes: Inputs along axes, or None without axes.
+        axes: Inputs of a runner with axes, otherwise None.
         has_host: Whether any input is in host memory.
         is_special: Whether there are host inputs or axes, so that reading a call takes more than
             ``bind`` and ``check``.

@@ -89,7 +89,7 @@ class InputPath:
             self.staging.queue_copy(self.bucket)
 
     def attach(self, graph: CapturedGraph) -> None:
-        """Attach the node to the captured graph, or drop it if the graph does not contain it."""
+        """Attach the node to the captured graph; drop the node if it is not in the graph."""
         if self.node is not None:
             self.why_copied = self.node.attach(graph)
             if self.why_copied:

@@ -42,7 +42,7 @@ class StagingBuffers:
 
     Args:
         specs: Host inputs by name.
-        num_rows: Number of rows of each batched input.
+        num_rows: Number of rows in each batched input.
         backend: Backend of the device.
         allocate: Function that allocates device tensors, for example in a graph pool.
 

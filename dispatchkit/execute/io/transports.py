@@ -89,7 +89,7 @@ class CopyTransport:
 
     Args:
         buffers: Buffers that the graph reads.
-        num_rows: Number of rows of each batch.
+        num_rows: Number of rows in each batch.
         bucket: Number of rows that the graph reads.
         indices: Indices of the inputs to copy; by default all.
         source: Buffers that in-place steps write; by default ``buffers``.
@@ -202,7 +202,7 @@ class StagedTransport:
     Args:
         buffers: Buffers that the graph reads.
         staging: Pinned memory of ``buffers``.
-        num_rows: Number of rows of each batch.
+        num_rows: Number of rows in each batch.
         bucket: Number of rows that the graph reads.
         indices: Indices of the device inputs to copy; by default all.
     """
@@ -296,7 +296,7 @@ class NodeTransport:
     Args:
         path: Input path of the graph.
         node: Copy node of the path.
-        num_rows: Number of rows of each batch.
+        num_rows: Number of rows in each batch.
     """
 
     def __init__(self, path: InputPath, node: CopyNode, num_rows: int) -> None:

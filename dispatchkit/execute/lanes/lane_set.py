@@ -138,7 +138,7 @@ class LaneStats:
     Attributes:
         index: Index of the lane in its runner.
         num_steps: Number of submitted steps.
-        num_tokens: Number of tokens of submitted steps.
+        num_tokens: Number of tokens in submitted steps.
         num_unfinished: Number of submitted steps that have not finished.
         num_graphs: Number of live graphs.
         num_bytes: Bytes of graphs and static inputs.
@@ -171,14 +171,14 @@ class LaneCost:
 
 
 class InFlight:
-    """A step in flight and its inputs, shared by its lane and its future.
+    """A step in flight with its inputs, shared by a lane and a future.
 
     The event is reused when neither the lane nor the future references this object, because
     creating and destroying events takes longer than recording them.
 
     Args:
         done: Event recorded after the step.
-        num_tokens: Number of tokens of the step, before padding.
+        num_tokens: Number of tokens in the step, before padding.
         tensors: Tensors that the step reads; released when the step has finished.
         unused: List to which the event is returned for reuse.
     """
@@ -205,7 +205,7 @@ class LaneQueue:
         self.index = index
         self.executor = executor
         self.stream: Stream = executor.lane.stream
-        # Owner of the memory of views; a weak reference, because futures may outlive the runner.
+        # Owner of the memory that views refer to; weak, because futures may outlive the runner.
         is_view = executor.spec.outputs == "view"
         self.memory: weakref.ref[Lane] | None = weakref.ref(executor.lane) if is_view else None
         self.handle: int = self.stream.handle
@@ -227,7 +227,7 @@ class LaneQueue:
 
     @property
     def unfinished_tokens(self) -> int:
-        """Number of tokens of unfinished steps, before padding."""
+        """Number of tokens in unfinished steps, before padding."""
         self.reap()
         return self._num_tokens
 

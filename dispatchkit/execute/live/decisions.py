@@ -76,7 +76,7 @@ class DecisionRunner:
         may be in the collectives of the graph, and would wait for this rank forever.
 
         Args:
-            decision: A decision returned by ``decide``, for the number of rows of the inputs.
+            decision: A decision returned by ``decide``, for the number of rows in the inputs.
             inputs: Inputs and values of axes, by name.
 
         Returns:

@@ -197,7 +197,7 @@ class SwapRequests:
             raise ConfigError(
                 "sizes",
                 largest,
-                f"at most {room}, the number of rows of the static inputs",
+                f"at most {room}, the number of rows in the static inputs",
                 "To allow it, create the runner with "
                 f"options=RunnerOptions(buffers=BufferOptions(buffer_rows={largest})).",
             )

@@ -1,4 +1,4 @@
-"""Memory of the graphs of a process: shared pools with a common budget and account."""
+"""Graph memory of a process: shared pools with a common budget and account."""
 
 from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
 from dispatchkit.execute.memory.graph_memory import GraphMemory, MemoryGroup

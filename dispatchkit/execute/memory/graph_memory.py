@@ -2,8 +2,8 @@
 
 Runners with the same ``GraphMemory`` share a pool where possible. Evicting a single graph of a
 shared pool frees almost no memory. Eviction therefore frees whole pools, beginning with the pool
-whose lanes have been idle longest. Put runners that are used together, and can be evicted together,
-into the same group.
+whose lanes have been idle longest. Put runners into the same group if they are used together and
+their graphs may be evicted together.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GraphMemory:
         self._num_checks = 0
 
     def group(self, name: str) -> MemoryGroup:
-        """Return a group for runners that share a pool and are evicted together.
+        """Return a group for runners whose graphs share a pool and are evicted together.
 
         Raises:
             ConfigError: The name is not a string or is empty.
@@ -186,8 +186,8 @@ class GraphMemory:
     def expected_bytes(self, group: PoolGroup) -> int:
         """Return the driver memory in bytes that a capture may need.
 
-        The result is the maximum of earlier captures on the group's device, because the driver
-        sometimes allocates a whole block.
+        The result is the largest amount that an earlier capture on the group's device needed,
+        because the driver sometimes allocates a whole block.
         """
         return self._devices[group.backend.torch_device].driver_step
 
@@ -443,7 +443,7 @@ class _Device:
             self.library_bytes = max(0, self.library_bytes + num_bytes)
 
     def reconcile(self) -> None:
-        """Subtract memory that the driver freed later, such as that of deleted runners."""
+        """Subtract memory that the driver has since freed, such as that of deleted runners."""
         gone = self.outside() - self.start.used_bytes + self.start.reserved_bytes
         self.driver_bytes -= min(
             self.driver_bytes, max(0, self.driver_bytes + self.library_bytes - gone)

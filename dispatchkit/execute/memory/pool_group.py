@@ -78,8 +78,8 @@ class OrderedLane(Protocol):
     """Protocol for a lane in a group.
 
     Attributes:
-        handle: Raw handle of the stream of the lane's last step; None makes the next step call
-            ``order``.
+        handle: Raw handle of the stream that ran the lane's last step; None makes the next step
+            call ``order``.
     """
 
     handle: int | None

@@ -2,8 +2,8 @@
 
 Steps and captures hold the lock of their pool's group, so a step usually waits for a whole capture.
 A background capture releases the lock between its phases (warmup, capture, the replays of a proof),
-while the driver ends and instantiates the graph, and, if requested, between operators. This is
-correct if steps neither read nor write the memory that the capture uses or restores; see
+while the driver ends and instantiates the graph, and, if requested, between operators. This is safe
+if steps neither read nor write the memory that the capture uses or restores; see
 ``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
 finishes before a step may run, and the next phase waits for that step.
 
@@ -82,7 +82,7 @@ class Turns:
 
     Args:
         lock: Lock that each step holds.
-        device: Name of the device of the captures.
+        device: Name of the device that captures run on.
 
     Attributes:
         is_under_way: Whether a background capture is in progress.

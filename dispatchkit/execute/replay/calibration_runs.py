@@ -31,10 +31,10 @@ class CalibrationRuns:
     Args:
         dispatcher: Dispatcher of the policy.
         planner: Planner, for replays of the largest graph.
-        lifecycle: Life cycle of the lane's graphs.
+        lifecycle: Life cycle of the lane's graphs, whose keys may be measured.
         timings: Timings that collect the measurements of steps.
         lane: Lane of the runs.
-        warmups: Warmups that record the state that the step changes.
+        warmups: Warmups, which record the state that the step changes.
         inputs: Static inputs.
         counters: Step counters, which calibration runs do not change.
         is_off: Whether calibration is off, as in check mode.

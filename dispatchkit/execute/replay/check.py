@@ -105,7 +105,7 @@ class Checker:
         Args:
             step: Captured key. Its outputs in the lane's memory are overwritten first, which
                 reveals outputs that the graph does not write.
-            num_tokens: Number of rows of the batch.
+            num_tokens: Number of rows in the batch.
             replay: Function that replays the graph and returns a copy of the results. If the step
                 runs eager instead, nothing is compared.
             eager: Function that runs the step eager.
@@ -173,7 +173,7 @@ class Checker:
         """Return copies of views, and overwrite the copies of the previous call.
 
         An outdated view then contains NaN, or the largest number of its dtype, instead of plausible
-        values of another call.
+        values from another call.
         """
         if self._is_first_alone:
             return list(leaves)

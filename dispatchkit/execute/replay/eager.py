@@ -44,9 +44,9 @@ class EagerRunner:
     from eager.
 
     Args:
-        warmups: Warmups that record the state that the step changes.
+        warmups: Warmups, which record the state that the step changes.
         inputs: Static inputs, at the smallest bucket of each axis.
-        axes: Inputs with axes, or None.
+        axes: Inputs of a runner with axes, otherwise None.
         row_count: Name of the input that receives the number of real rows, if any.
         lane: Lane that orders eager steps and replays.
         lifecycle: Life cycle of the lane's graphs, which disables failed graphs.

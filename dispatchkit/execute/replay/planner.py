@@ -52,9 +52,9 @@ class Planner:
         timings: Timings that collect the measurements of steps.
         checker: Checker in check mode, otherwise None. Check mode measures nothing, because steps
             run twice.
-        inputs: Static inputs, or the inputs with axes.
+        inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         axes: Names of the axes.
-        slots: Reader of the slots of steps, or None.
+        slots: Reader of the slots that steps use; None without slots.
         requested_mode: Requested mode; the mode in use may be lower.
         is_owned: Whether each call returns new tensors.
 
@@ -159,7 +159,7 @@ class Planner:
 
         Args:
             decision: Decision of the dispatcher.
-            num_tokens: Number of tokens of the batch.
+            num_tokens: Number of tokens in the batch.
             missed: Smallest key that could have served the batch, or None.
         """
         if reason := self.obstacle(decision, num_tokens):

@@ -51,7 +51,7 @@ class EagerPlan:
         eager: Runner of eager steps.
         lifecycle: Life cycle of the lane's graphs, which retries captures that are due.
         lane: Lane whose static inputs hold the rows of in-place steps.
-        num_tokens: Number of rows of the cell.
+        num_tokens: Number of rows in each batch of the cell.
         reason: Reason to count for each step.
         count: Counter of the plan's steps.
         missed: Key of the smallest graph that could have served the step, if any.
@@ -141,14 +141,14 @@ def inputs_kept(
 
 
 class LazyPlan:
-    """A plan for a key without a graph: it captures the key when due, or runs eager.
+    """A plan that captures a key without a graph when due, or runs eager.
 
     Args:
         eager: Runner of eager steps, for steps before the capture.
         lifecycle: Life cycle of the lane's graphs, which captures the key.
         lane: Lane whose static inputs hold the rows of in-place steps.
         key: Key to capture.
-        num_tokens: Number of rows of the cell.
+        num_tokens: Number of rows in each batch of the cell.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class OpenPlan:
         plan: Plan that replays the graph.
         step: Captured key.
         lifecycle: Life cycle of the lane's graphs, which runs the proof.
-        num_tokens: Number of rows of the cell.
+        num_tokens: Number of rows in each batch of the cell.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class GraphPlan:
 
     Args:
         step: Captured key.
-        num_tokens: Number of rows of the cell, at most the size of the graph.
+        num_tokens: Number of rows in each batch of the cell, at most the size of the graph.
         count: Counter of the plan's steps.
         eager: Runner of eager steps, used if a guard or the launch fails.
         guard: Guard that compares the current modes with those of the capture.
@@ -420,7 +420,7 @@ class ValuesPlan:
     Args:
         plan: Plan that replays the graph.
         step: Captured key.
-        num_tokens: Number of rows of the cell.
+        num_tokens: Number of rows in each batch of the cell.
         lifecycle: Life cycle of the lane's graphs, which measures the values.
     """
 

@@ -31,7 +31,7 @@ from dispatchkit.registry import GraphRegistry, KeyState
 
 @attrs.frozen(eq=False)
 class RowsOfBatch:
-    """The rows of a part of a batch.
+    """The rows of a batch that one part serves.
 
     Attributes:
         key: Key of the graph that serves the rows.
@@ -46,7 +46,7 @@ class RowsOfBatch:
 
 @attrs.frozen(eq=False)
 class PartPlan:
-    """The plan of a part of a batch.
+    """The plan of one part of a batch.
 
     Attributes:
         rows: Rows of the part.
@@ -68,13 +68,13 @@ class SplitPlan:
 
     Args:
         parts: Parts in order.
-        num_tokens: Number of rows of the batch.
+        num_tokens: Number of rows in the batch.
         count: Counter of the steps that replay all parts.
         counters: Step counters, for parts that are counted separately because one ran eager.
         inputs: Static inputs, or the inputs with axes.
         eager: Runner of eager steps, for parts whose graph cannot be used.
         lifecycle: Life cycle of the lane's graphs, which proves that rows are independent.
-        lane: Lane of the steps.
+        lane: Lane that the steps run on.
         timer: Timer of the whole step, if the decision requests measurements.
         checker: Checker in check mode, otherwise None.
     """
@@ -229,11 +229,11 @@ class SplitPlan:
 
 
 class LazySplitPlan:
-    """A plan for parts without a graph: it captures them when due, or runs eager.
+    """A plan that captures the parts without a graph when due, or runs eager.
 
     Args:
         parts: Parts in order.
-        num_tokens: Number of rows of the batch.
+        num_tokens: Number of rows in the batch.
         inputs: Static inputs, or the inputs with axes.
         registry: Registry in which the graphs of the parts are looked up.
         eager: Runner of eager steps, for steps before the captures.

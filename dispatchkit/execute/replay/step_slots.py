@@ -16,7 +16,7 @@ from dispatchkit.execute.slots import SavedRows, SlotState
 
 
 class StepSlots:
-    """A reader of the slots of a step, from the call or the static inputs.
+    """A reader of a step's slots, from the call or the static inputs.
 
     Args:
         name: Name of the input with the slots.
@@ -38,7 +38,7 @@ class StepSlots:
         self._state.check_slots(self._read(tensors, num_tokens), self._name)
 
     def save(self, tensors: Sequence[Any] | None, num_tokens: int) -> SavedRows:
-        """Save the rows of the sessions of a validated step."""
+        """Save the session rows of a validated step."""
         slots = self._read(tensors, num_tokens)
         own = torch.from_numpy(slots[slots < self._state.num_slots])
         return SavedRows(self._state, own.to(self._state.device))
@@ -61,7 +61,7 @@ class SlotPlan:
     Args:
         plan: Plan that runs the step.
         slots: Reader of the slots.
-        num_tokens: Number of rows of the cell.
+        num_tokens: Number of rows in each batch of the cell.
     """
 
     def __init__(
