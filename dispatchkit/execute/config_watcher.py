@@ -81,7 +81,7 @@ class ConfigWatcher:
         return report
 
     def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
-        """Poll until ``stop`` is set; call it in a separate thread.
+        """Poll until ``stop`` is set; meant for a separate thread.
 
         Args:
             stop: Event that ends the loop.

@@ -125,8 +125,9 @@ class Controls:
         instantiation by the driver, and each replay of the row proof. Pauses longer than
         ``max_pause_us`` are listed in ``pauses`` with their phase. On several lanes, warmup and
         capture form a single phase. The phases are also joined if the step changes state, draws
-        random numbers, consists of pieces or calls functions wrapped in ``torch.compile``. In a
-        lazy runner, calls that would capture run eager meanwhile, with reason ``capture_pending``.
+        random numbers, consists of pieces or calls functions wrapped in ``torch.compile``.
+        Meanwhile, calls that would trigger a lazy capture run eager, with reason
+        ``capture_pending``.
 
         Args:
             keys: Keys to capture; by default all declared keys. As in ``capture``, the largest is
@@ -227,8 +228,8 @@ class Controls:
     def warm_up(self) -> dict[GraphKey, str]:
         """Warm up all keys; return the error of each failed warmup.
 
-        Call it before the first capture if a library has a workspace that grows with the batch.
-        Graphs then store the address of the largest workspace.
+        Call this method before the first capture if a library has a workspace that grows with the
+        batch. Graphs then store the address of the largest workspace.
         """
         failed: dict[GraphKey, str] = {}
         with self._lock:
@@ -240,7 +241,7 @@ class Controls:
     def capture_next(self) -> GraphKey | None:
         """Capture the most requested key that has no graph; return the key, or None.
 
-        Call it in idle time.
+        Call this method while the service is idle.
         """
         with self._lock:
             self._turns.wait()

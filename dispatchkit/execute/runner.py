@@ -173,7 +173,7 @@ class GraphRunner:
             num_reqs: Number of requests in the batch; 0 if unknown.
             uniform: True for a uniform decode batch, in which every request is past its prompt and
                 has exactly ``query_len`` tokens. False for a mixed batch. A batch with a chunk of a
-                prompt is mixed, even if it is the last chunk.
+                prompt is mixed, even if the prompt ends with this chunk.
             loras: Number of active adapters.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
 
@@ -395,8 +395,8 @@ class GraphRunner:
         The explanation is for the first lane. It assumes that the step runs in the modes of this
         thread (autocast), because a graph serves only the modes of its capture. The explanation
         cannot predict failures that occur only when the step runs, such as a failed replay.
-        Measured times of equal steps are included if the policy requested measurements and
-        ``drain`` has read them.
+        Measured times of steps with this decision are included if the policy requested measurements
+        and ``drain`` has read them.
 
         Args:
             num_tokens: Number of tokens in the batch.
@@ -441,7 +441,7 @@ class GraphRunner:
 
     @property
     def spec(self) -> RunnerSpec:
-        """The arguments that create an equal runner."""
+        """The arguments that create an equivalent runner."""
         return self._executor.spec
 
     # -- while serving ------------------------------------------------------------------

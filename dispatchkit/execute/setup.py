@@ -34,7 +34,7 @@ _OWN_DISTRIBUTION = "dispatchkit"
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunnerSpec:
-    """The arguments of a runner, sufficient to create an equal runner.
+    """The arguments of a runner, sufficient to create an equivalent runner.
 
     Attributes:
         step: The step: a function, a module, or a list of pieces.

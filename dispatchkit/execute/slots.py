@@ -246,8 +246,8 @@ class SlotState:
         num_slots: Maximum number of sessions.
         compact: Whether to keep the sessions in slots 0 to n-1, by moving the last session into any
             gap. Steps then read the banks as views, and each step must use the first slots, in
-            order. Use this for banks that are too large to gather in every step, if steps usually
-            serve all sessions.
+            order. Use compact sessions for banks that are too large to gather in every step, if
+            steps usually serve all sessions.
         host: Whether calls pass slots as a list, an array or a CPU tensor, which is checked on the
             host. If False, calls pass a device tensor, and each step waits until the tensor can be
             checked.

@@ -146,8 +146,8 @@ class Capturer:
 
         Args:
             key: Key to capture.
-            other_sizes: Function that returns sizes, besides that of the key, at which the outputs
-                of the step can be measured.
+            other_sizes: Function that returns other sizes at which the step's outputs can be
+                measured.
             admission: Check of the memory budgets; None if there is no limit.
             sample: Inputs of the call that requests the key, if any.
 

@@ -1,11 +1,11 @@
 """Proof of rows: check that a graph computes the same rows as eager for a smaller batch.
 
-A graph computes its whole bucket, and the caller receives the first rows. They equal the rows of
-eager only if rows do not depend on later rows or on the number of rows, and if row i of each output
-belongs to row i of the batch. Therefore each new graph is replayed on three rows of noise, followed
-once by more noise and once by fill. Both replays must return bitwise equal results for the three
-rows. Eager also runs on one row and on three rows. Its results must have the same number of rows as
-those of the graph, and equal values within rounding.
+A graph computes its whole bucket, and the caller receives the first rows. These rows equal the rows
+of eager under two conditions. No row may depend on later rows or on the number of rows, and row i
+of each output must belong to row i of the batch. Therefore each new graph is replayed on three rows
+of noise, followed once by more noise and once by fill. Both replays must return bitwise equal
+results for the three rows. Eager also runs on one row and on three rows. Its results must have the
+same number of rows as those of the graph, and equal values within rounding.
 
 Comparing the two replays detects dependences that a comparison with eager misses. A few more rows
 often change a mean or an attention weight by less than the difference between two kernels. The
@@ -583,7 +583,8 @@ class _Rows:
     Attributes:
         is_free: Whether noise may be outside 0..1.
         lent: Slots that the first rows write; None without slots.
-        far_from: Index of a row whose magnitude is far from that of all earlier rows, or None.
+        far_from: Index of a row whose magnitude is far from the magnitudes of all earlier rows, or
+            None.
         head: Number of leading rows that are the same for all sizes.
         has_integers: Whether any input contains integers or flags.
         is_varied: Whether integers or flags of the call differ from fill.

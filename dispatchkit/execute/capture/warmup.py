@@ -42,13 +42,13 @@ from dispatchkit.options import DERIVED
 if TYPE_CHECKING:
     from dispatchkit.execute.io.axes import AxisCut, AxisInputs
 
-# An identifier that is equal for keys that differ only in size. The keys of a family share one
-# watched warmup and one output layout.
+# An identifier shared by keys that differ only in size. The keys of a family share one watched
+# warmup and one output layout.
 Family = tuple[Any, ...]
 
 
 def family_of(key: GraphKey) -> Family:
-    """Return the family of a key, which is equal for keys that differ only in size."""
+    """Return the family of a key, which is the same for all keys that differ only in size."""
     own = key.descriptor
     return (key.mode, own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
 

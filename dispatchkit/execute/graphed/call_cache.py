@@ -1,4 +1,4 @@
-"""CallCache: finds the result of an earlier analysis of an equal call.
+"""CallCache: finds the result of analyzing an earlier, equivalent call.
 
 A cache key is cheap to compute but not conclusive. Calls with equal keys may differ, for example in
 the layouts of their tensors.

@@ -74,8 +74,8 @@ def graphed(
 
     No option is required. Inputs and batch dimensions are derived from calls, graphs are captured
     on demand, sizes grow with the batches, and each capture proves that padding does not change
-    results. Calls that need gradients run eager. While gradients are enabled, these are the calls
-    with a tensor that requires gradients and the calls of a module in training mode.
+    results. Calls that need gradients run eager. With gradients enabled, a call needs gradients if
+    one of its tensors requires them or the module is in training mode.
 
     Args:
         module_or_function: Module or function; if omitted, a decorator is returned.

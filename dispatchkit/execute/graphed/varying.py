@@ -78,7 +78,7 @@ def guess_axes(calls: Sequence[Shapes]) -> Axes:
     """Return the axes of calls of one family.
 
     Args:
-        calls: Shapes of one or more calls, with equal numbers of tensors and dimensions.
+        calls: Shapes of one or more calls, with the same numbers of tensors and dimensions.
     """
     names: dict[tuple[int | None, ...], str] = {}
     found: list[tuple[int | str | None, ...]] = []

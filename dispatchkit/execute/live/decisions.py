@@ -40,8 +40,8 @@ class DecisionRunner:
     ) -> Decision:
         """Return the decision for a step, to be passed to ``run``.
 
-        Like every decision, it is recorded and passed to listeners. Arguments and errors are those
-        of ``Dispatcher.dispatch``.
+        The decision is recorded and passed to the listener, as in a call of the runner. Arguments
+        and errors are those of ``Dispatcher.dispatch``.
         """
         with self._lock:
             return self._taps.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)

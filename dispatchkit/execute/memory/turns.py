@@ -182,7 +182,7 @@ class Pacer:
         self._is_released = False
 
     def resume(self) -> None:
-        """Start measuring a pause, because the lock is held from now on."""
+        """Start measuring a pause, because this thread has acquired the lock."""
         self._since = time.perf_counter()
 
     def finish(self) -> None:

@@ -64,7 +64,7 @@ class PartPlan:
 class SplitPlan:
     """A plan that replays the parts of a batch and joins their results.
 
-    A part whose graph cannot be used runs eager, with equal results.
+    A part whose graph cannot be used runs eager, with the same results.
 
     Args:
         parts: Parts in order.

@@ -228,9 +228,9 @@ class Timings:
     def _host_us(self, done: Measurement) -> float:
         """Return the time that the host took to submit a step.
 
-        A stream holds about a thousand launches. A host that is that far ahead waits inside a
-        launch until earlier steps have run. The time of a submission is reliable only if the device
-        reached the step during the submission.
+        A stream can queue about a thousand launches. When the queue is full, the host waits inside
+        a launch until earlier steps have run. The time of a submission is reliable only if the
+        device reached the step during the submission.
         """
         known = self._submits.setdefault(done.decision.keys, deque(maxlen=KEPT_SUBMITS))
         if not done.was_ahead:

@@ -581,7 +581,7 @@ class _Copies:
 
 
 class _Sums:
-    """Sums over storages on one device; practically every write changes a sum."""
+    """Sums over storages on one device; almost every write changes a sum."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
