@@ -101,8 +101,8 @@ class PackedRunner:
             raise ConfigError(
                 "inputs",
                 sorted(others) or sorted(specs),
-                "inputs with tokens as rows (at least one), inputs with "
-                f"{items!r} as dimension 0, and {', '.join(COMPUTED_INPUTS)}",
+                f"indexed by token (at least one input) or by item (dimension 0 is {items!r}), or "
+                f"named {', '.join(COMPUTED_INPUTS)}",
             )
         self._device = torch.device(runner.backend.torch_device)
 

@@ -69,7 +69,7 @@ class GraphRunner:
             ``plugins.with_policy("vllm")``.
         backend: ``auto``, the name of a backend, or an object.
         outputs: ``owned`` returns new tensors from each call. ``view`` returns results that are
-            valid until the runner's next call, or for submitted steps, until the lane's next step.
+            valid until the runner's next call or, for submitted steps, until the lane's next step.
         state: Tensors that the step changes, such as a KV cache, or a ``StepState`` with tensors,
             scratch tensors and generators. The state is restored after warmups.
         lazy: Whether to capture a key when a call first needs it.
@@ -303,8 +303,8 @@ class GraphRunner:
     ) -> CaptureReport:
         """Capture keys that have no graph, largest first.
 
-        A failed key is reported, and the capture of the other keys continues. Afterwards, the
-        calibration runs of learning policies are timed.
+        Failed keys are reported, and the other keys are still captured. Afterwards, the calibration
+        runs of learning policies are timed.
 
         Args:
             keys: Keys to capture; by default all declared keys. Each lane captures the keys that
@@ -314,7 +314,7 @@ class GraphRunner:
             again: Whether to also retry keys that have failed permanently.
 
         Returns:
-            The report: captured, failed and skipped keys.
+            The report of captured, failed and skipped keys.
 
         Raises:
             ConfigError: ``keys`` is not a list of keys.
@@ -390,13 +390,12 @@ class GraphRunner:
         cost_model: CostModel | str | None = None,
         **axes: int,
     ) -> Explanation:
-        """Explain what a step of a batch would do now, without running it.
+        """Explain how a batch would run now, without running it.
 
-        The explanation is for the first lane. It assumes that the step runs in the modes of this
-        thread (autocast), because a graph serves only the modes of its capture. The explanation
-        cannot predict failures that occur only when the step runs, such as a failed replay.
-        Measured times of steps with this decision are included if the policy requested measurements
-        and ``drain`` has read them.
+        The explanation is for the first lane and the modes of this thread (autocast), because a
+        graph serves only the modes of its capture. The explanation cannot predict failures that
+        occur only when the step runs, such as a failed replay. Measured times of steps with this
+        decision are included if the policy requested measurements and ``drain`` has read them.
 
         Args:
             num_tokens: Number of tokens in the batch.

@@ -168,7 +168,7 @@ class SlotRows:
     Args:
         state: State that contains the banks.
         index: Row of the banks to which each row of the step is written (B,): a slot or the sink.
-        watch: Watch of the step's writes to the rows, or None.
+        watch: Watch that checks the step's writes to the rows, or None.
 
     Attributes:
         index: As given. To write parts of rows, use ``index`` with ``bank``:
@@ -643,7 +643,7 @@ class RowWatch:
     not assign the copies. The context must be entered in the thread that runs the step.
 
     Args:
-        banks: Banks by name.
+        banks: Banks whose rows are watched, by name.
         watches: Active watches by thread.
     """
 

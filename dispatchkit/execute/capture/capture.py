@@ -74,8 +74,8 @@ class Capturer:
         guard: Guard that records the modes at each capture.
         share_outputs: Function that returns whether graphs write their outputs to shared memory.
         prove_rows: Whether to prove that padding does not change the rows of a batch.
-        rows_independent: Whether rows are declared independent of each other. Each capture then
-            proves that they are.
+        rows_independent: Whether rows are declared independent of each other. If so, each capture
+            proves their independence.
         keeps_outputs: Whether callers may still read the last results of a graph, so that a proof
             must restore them.
         notes_facts: Whether to store the values built into each graph, for check mode.

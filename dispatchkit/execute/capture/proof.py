@@ -4,8 +4,8 @@ A graph computes its whole bucket, and the caller receives the first rows. These
 of eager under two conditions. No row may depend on later rows or on the number of rows, and row i
 of each output must belong to row i of the batch. Therefore each new graph is replayed on three rows
 of noise, followed once by more noise and once by fill. Both replays must return bitwise equal
-results for the three rows. Eager also runs on one row and on three rows. Its results must have the
-same number of rows as those of the graph, and equal values within rounding.
+results for the three rows. The step also runs eager on one row and on three rows. The results must
+have the same number of rows as those of the graph, and equal values within rounding.
 
 Comparing the two replays detects dependences that a comparison with eager misses. A few more rows
 often change a mean or an attention weight by less than the difference between two kernels. The
@@ -685,8 +685,9 @@ class _Rows:
             device: Device of the noise.
 
         Returns:
-            The start of the range, its width (negative for noise of both signs), and flags. Three
-            tensors of shape (count,), the same for every input on the device.
+            Three tensors of shape (count,), the same for every input on the device: the start of
+            the range, its width (negative for noise of both signs), and whether the row is close to
+            the previous one.
         """
         name = count, self.far_from, device
         found = self._magnitudes.get(name)
@@ -873,7 +874,7 @@ class _Trial:
 
 
 def _head_of(key: GraphKey) -> int:
-    """Return the number of leading dummy rows that are equal for all keys of a family."""
+    """Return the number of leading dummy rows that are the same for all keys of a family."""
     return max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
 
 
@@ -986,7 +987,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the finite numbers of two tensors; None if their positions differ."""
+    """Return the finite numbers of two tensors; None if they are at different positions."""
     left, right = _numbers(one), _numbers(other)
     places = left.isfinite()
     if not torch.equal(places, right.isfinite()):

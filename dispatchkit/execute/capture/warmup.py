@@ -61,7 +61,7 @@ class Warmups:
         inputs: Declared inputs of the step.
         lane: Lane to run on.
         row_count: Name of the input that contains the number of real rows, or None.
-        axes: Inputs along the runner's axes, or None.
+        axes: Inputs of a runner with axes, otherwise None.
         state: Declared state of the step. Its tensors are saved before warmups and restored
             afterward.
         slots: State of sessions, or None. Dummy rows do not change this state.
@@ -393,7 +393,7 @@ class Warmups:
         return self._rounding.get(family_of(key))
 
     def accepts_any_number(self, key: GraphKey) -> bool:
-        """Return whether the step of a key is known to accept any floating-point inputs.
+        """Return whether the step of a key is known to accept any floating-point values.
 
         On a device, an invalid index or a probability above 1 ends the process.
         """

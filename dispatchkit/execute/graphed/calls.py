@@ -45,7 +45,7 @@ MAX_FORMS = 16
 #: Reasons that cause no warning, because the call has nothing to replay.
 _SILENT = frozenset({Reason.EMPTY_BATCH})
 
-#: Next step for each reason of an eager call.
+#: Next step for each reason for an eager call.
 _NEXT_STEPS: Mapping[str, str] = {
     Reason.NO_BATCH: (
         "No tensor of the call has a batch dimension. Declare it with graphed(batch_dims=...)."

@@ -239,7 +239,7 @@ class InputBuffers:
         self.clean_from = max(self.clean_from, num_rows)
 
     def mark_filled(self, start: int, stop: int) -> None:
-        """Record that rows ``start`` to ``stop`` contain fill, and that earlier rows may not."""
+        """Record that rows ``start`` to ``stop`` contain fill, and that earlier rows might not."""
         if self.clean_from <= stop:
             self.clean_to = max(self.clean_to, stop)
         else:

@@ -1,4 +1,4 @@
-"""Choose, before a capture, how inputs are copied into the graph.
+"""Choose, before a capture, how inputs reach the graph.
 
 If the backend supports copy nodes, the graph begins with one. A call then only sets the parameters
 of the node, and the launch copies the rows of small inputs and fills the padding rows of the

@@ -203,7 +203,7 @@ class Swapper:
         try:
             if ahead:
                 self._capture_all_of(new, proposal)
-            # The outcomes so far are for the old policy.
+            # The outcomes so far belong to the old policy.
             executor.timings.drain()
         except BaseException:
             with self._lock:
@@ -252,7 +252,7 @@ class Swapper:
         executor = self._executor
         removed: list[GraphKey] = []
         if change.proposal is not None:
-            executor.timings.clear()  # the new policy does not learn from steps of the old one
+            executor.timings.clear()  # the new policy does not learn from steps of the old policy
             removed = sorted(executor.dispatcher.install(change.proposal), key=largest_first)
             executor.mode_reasons = change.mode_reasons
             asked = change.spec.options.config

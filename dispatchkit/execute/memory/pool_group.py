@@ -128,7 +128,7 @@ class PoolGroup:
         name: Name of the pool in memory accounts.
         memory: Shared budget that the pool counts toward, or None.
         is_open: Whether more lanes may join.
-        turns: Turns for ``lock`` if other groups share them; by default new turns.
+        turns: Turns to use for ``lock``, shared with other groups; created by default.
         sleeper: Backend support for sleeping memory, or None if the memory need not sleep.
 
     Attributes:

@@ -148,7 +148,7 @@ class Turns:
 
 
 class Pacer:
-    """Timer of a background capture that lets steps run and measures their delays.
+    """Timer that lets steps run during a background capture, and measures their delays.
 
     Args:
         turns: Lock shared with steps.

@@ -141,7 +141,7 @@ def inputs_kept(
 
 
 class LazyPlan:
-    """A plan that captures a key without a graph when due, or runs eager.
+    """A plan that captures the missing graph of a key when due, or runs eager.
 
     Args:
         eager: Runner of eager steps, for steps before the capture.

@@ -71,7 +71,7 @@ class SplitPlan:
         num_tokens: Number of rows in the batch.
         count: Counter of the steps that replay all parts.
         counters: Step counters, for parts that are counted separately because one ran eager.
-        inputs: Static inputs, or the inputs with axes.
+        inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         eager: Runner of eager steps, for parts whose graph cannot be used.
         lifecycle: Life cycle of the lane's graphs, which proves that rows are independent.
         lane: Lane that the steps run on.
@@ -229,12 +229,12 @@ class SplitPlan:
 
 
 class LazySplitPlan:
-    """A plan that captures the parts without a graph when due, or runs eager.
+    """A plan that captures the missing graphs of parts when due, or runs eager.
 
     Args:
         parts: Parts in order.
         num_tokens: Number of rows in the batch.
-        inputs: Static inputs, or the inputs with axes.
+        inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         registry: Registry in which the graphs of the parts are looked up.
         eager: Runner of eager steps, for steps before the captures.
         lifecycle: Life cycle of the lane's graphs.

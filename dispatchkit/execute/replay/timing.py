@@ -81,8 +81,8 @@ class Timings:
 
     Args:
         backend: Backend that creates the events. Without device timing, times are host times.
-        dispatcher: Dispatcher that receives each outcome and whose policy may request a
-            slower pace. The reference is weak, because the dispatcher's table holds the plans,
+        dispatcher: Dispatcher that receives each outcome, and whose policy may request fewer
+            measurements. The reference is weak, because the dispatcher's table holds the plans,
             which reference this object.
         lane: Lane that counts the steps.
         sample_every: Number of steps from one measurement to the next, for timed decisions that are

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dispatchkit.dispatch import Reason
 
-#: Reason of a stale key whose graph contains a value that was replaced; details follow a colon.
+#: Reason for a stale key whose graph contains a replaced value; details follow a colon.
 REPLACED = "replaced"
 #: Reasons why a capture is refused, more specific than ``capture_failed``.
 REFUSED_CAPTURES = frozenset(
@@ -18,7 +18,7 @@ REFUSED_CAPTURES = frozenset(
         Reason.CALL_DIFFERS,
     }
 )
-#: Reasons of refused captures and of graphs that were disabled later. The reason of a failed key
+#: Reasons for refused captures and for graphs that were disabled later. The reason of a failed key
 #: begins with one of these reasons and a colon, unless the capture of the key raised an exception.
 FAILED_KEY_REASONS = REFUSED_CAPTURES | {Reason.REPLAY_FAILED, Reason.CHECK_FAILED}
 #: Reasons that are downgrades; eager steps with any other reason are intended.
