@@ -531,8 +531,8 @@ class SlotState:
         """Check the slots of a step.
 
         Args:
-            slots: Array of int64 (B,).
-            name: Name of the input.
+            slots: Slots of the step, an array of int64 (B,).
+            name: Name of the input, for messages.
 
         Raises:
             DescriptorError: A slot is free, out of range or passed twice; or sessions are compact

@@ -179,7 +179,7 @@ class Capturer:
 
         Raises:
             CaptureError: The step changes Python state for these inputs.
-            Exception: A replay raised.
+            Exception: Any exception raised by a replay.
         """
         nothing_shown = attrs.evolve(captured.rows, open_calls=0)
         return self._proven(captured, RowProver.prove_with_call, nothing_shown, sample)
@@ -189,7 +189,7 @@ class Capturer:
 
         Raises:
             CaptureError: The step changes Python state for these inputs.
-            Exception: A replay raised.
+            Exception: Any exception raised by a replay.
         """
         nothing_shown = attrs.evolve(captured.rows, open_parts=0)
         return self._proven(captured, RowProver.prove_independent, nothing_shown, sample)

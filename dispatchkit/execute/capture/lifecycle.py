@@ -327,7 +327,7 @@ class Lifecycle:
         """Capture a key that a step requests, if the key has been requested often enough.
 
         Args:
-            key: Requested key.
+            key: Key that the step requests.
             sample: Inputs of the step.
 
         Returns:

@@ -181,7 +181,7 @@ class RowProver:
             sizes: Numbers of rows at which the step is known to run.
 
         Raises:
-            Exception: A replay raised.
+            Exception: Any exception raised by a replay.
         """
         key, layout = captured.key, captured.layout
         eager = self._known(key, _counts_below(key, sizes))
@@ -222,7 +222,7 @@ class RowProver:
             sample: Inputs of the call in declared order.
 
         Raises:
-            Exception: A replay raised.
+            Exception: Any exception raised by a replay.
         """
         is_free = self._is_free(captured.key)
         with self._trial(captured, snapshot, sample, is_free=is_free) as trial:
@@ -263,7 +263,7 @@ class RowProver:
             sample: Inputs of a part of a split batch; only their integers are used.
 
         Raises:
-            Exception: A replay raised.
+            Exception: Any exception raised by a replay.
         """
         own = captured.key.descriptor
         if own.uniform or own.max_query_len is not None or captured.layout.open_output is not None:

@@ -33,9 +33,9 @@ class CalibrationRuns:
         planner: Planner, for replays of the largest graph.
         lifecycle: Life cycle of the lane's graphs, whose keys may be measured.
         timings: Timings that collect the measurements of steps.
-        lane: Lane of the runs.
+        lane: Lane that the runs use.
         warmups: Warmups, which record the state that the step changes.
-        inputs: Static inputs.
+        inputs: Static inputs for which dummy rows are created.
         counters: Step counters, which calibration runs do not change.
         is_off: Whether calibration is off, as in check mode.
     """

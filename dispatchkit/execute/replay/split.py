@@ -237,7 +237,7 @@ class LazySplitPlan:
         inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         registry: Registry in which the graphs of the parts are looked up.
         eager: Runner of eager steps, for steps before the captures.
-        lifecycle: Life cycle of the lane's graphs.
+        lifecycle: Life cycle of the lane's graphs, which captures the parts.
         lane: Lane of the steps.
     """
 
