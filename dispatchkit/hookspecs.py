@@ -219,8 +219,8 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:  # type: ignore[em
 def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
     """Choose the policy for a configuration, if the user does not choose it.
 
-    Called on the thread that creates a dispatcher, while no capture is in progress. It must not use
-    a device. The first result other than None is used; the order of plugins is unspecified.
+    Called on the thread that creates a dispatcher, while no capture is in progress. The hook must
+    not use a device. The first result other than None is used; the order of plugins is unspecified.
 
     Args:
         config: Sizes (tokens), limits and modes of the dispatcher, which are read-only.

@@ -42,7 +42,8 @@ def _package(names: dict[str, object]) -> str:
 class Once:
     """The set of keys for which ``first`` has been called.
 
-    Thread safety: any thread. If several threads call ``first`` with a key, only one gets True.
+    Thread safety: all methods may be called from any thread. If several threads call ``first`` with
+    a key, only one gets True.
     """
 
     def __init__(self) -> None:

@@ -89,7 +89,11 @@ class RunnerArguments:
     policy: str | None = setting(
         None,
         or_none(_text),
-        SettingInfo("Name of the policy.", "a plugin's choice, else vllm", _as_given),
+        SettingInfo(
+            "Name of the policy that decides how batches run.",
+            "a plugin's choice, else vllm",
+            _as_given,
+        ),
     )
     backend: str = setting(
         "auto",
@@ -100,7 +104,7 @@ class RunnerArguments:
         "owned",
         _outputs,
         SettingInfo(
-            ("owned: results are new tensors; view: they are valid until the next call."),
+            ("owned: results are new tensors; view: results are valid until the next call."),
             read=read_word,
         ),
     )
@@ -412,7 +416,7 @@ def load_settings(
             nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
         start: The folder where the upward search for ``pyproject.toml`` begins; by default the
             current folder.
-        sources: Descriptions of the sources of the call's settings, by name of the setting.
+        sources: Where the settings of the call come from, as text by setting name.
 
     Raises:
         UnknownNameError: A setting does not exist. The message lists the closest names.

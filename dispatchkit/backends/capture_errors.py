@@ -32,7 +32,7 @@ def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     Args:
         error: Error that the capture raised.
         handled: The exception that the caller was handling when the capture began
-            (``sys.exception()``). It is in the error's context and must not change.
+            (``sys.exception()``). This exception is in the error's context and must not change.
     """
     for one in _chain(error, handled):
         traceback.clear_frames(one.__traceback__)
@@ -71,9 +71,9 @@ def _chain(error: BaseException, handled: BaseException | None) -> list[BaseExce
 def origin_of(error: BaseException) -> str:
     """Return the location of an error, such as ``model.py:12 (forward)``.
 
-    The location is the innermost frame outside torch and dispatchkit. If there is none, it is the
-    innermost frame in a public module of torch, because private modules only forward calls. The
-    result is empty for an error without a traceback.
+    The location is that of the innermost frame outside torch and dispatchkit. Without such a frame,
+    it is that of the innermost frame in a public module of torch, because private modules only
+    forward calls. The result is empty for an error without a traceback.
     """
     found = ""
     for module, place in _places(error):

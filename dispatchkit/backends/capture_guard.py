@@ -136,7 +136,7 @@ def refuse_nested(device: str) -> None:
 
 
 def pause_capture() -> None:
-    """Pause this thread's capture, and allow calls that wait for the device until it resumes."""
+    """Pause this thread's capture, so that calls may wait for the device."""
     _thread.device, _thread.paused = "", _thread.device or _thread.paused
 
 

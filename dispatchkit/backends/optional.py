@@ -177,8 +177,8 @@ class UnwatchedCaptureBackend(Protocol):
                 used only by the warmup is not kept alive.
             compiled: Whether the callable calls functions wrapped in torch.compile, which must run
                 compiled.
-            draws: Whether the callable may draw random numbers. If it is False, because a warmup
-                drew no numbers, other threads may use the generators during the capture.
+            draws: Whether the callable may draw random numbers. If False (because a warmup drew no
+                numbers), other threads may use the generators during the capture.
 
         Raises:
             CaptureError: As for ``GraphBackend.capture``.
@@ -220,10 +220,10 @@ class SegmentedCapture(Protocol):
     def keeps(self, tensor: Any) -> bool:
         """Return whether a tensor's memory was allocated in a segment of this capture.
 
-        Call it between segments. The pool keeps this memory as long as a graph of the capture
-        exists, even if the tensor is freed. Later captures into the pool may reuse it, because each
-        replay of the segment writes it again. Memory allocated before the capture or between
-        segments is not kept in the pool.
+        Call this method between segments. The pool keeps this memory as long as a graph of the
+        capture exists, even if the tensor is freed. Later captures into the pool may reuse the
+        memory, because each replay of the segment writes to it again. Memory allocated before the
+        capture or between segments is not kept in the pool.
         """
         ...
 

@@ -140,7 +140,7 @@ class Commands(TyperGroup):
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to the null device if flushing fails, because Python flushes it at exit."""
+    """Redirect stdout to the null device if it cannot be flushed; Python flushes it at exit."""
     with contextlib.suppress(OSError, ValueError):  # stdout has no file descriptor
         number = sys.stdout.fileno()
         try:

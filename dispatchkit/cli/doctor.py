@@ -158,7 +158,7 @@ def _plugins(plugins: PluginSet) -> Iterator[Finding]:
 
 
 def _decisions(plugins: PluginSet) -> Iterator[Finding]:
-    """Report the time of a decision of the default policy."""
+    """Report how long ``dispatch`` takes with the default policy."""
     from dispatchkit.dispatch import Dispatcher
     from dispatchkit.keys import DispatchConfig
 
@@ -337,7 +337,7 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
         return
     ratio = eager_us / replay_us
     text = (
-        f"{device}: capture and replay of {_CHAIN} small kernels is correct; {eager_us:.0f} µs "
+        f"{device}: {_CHAIN} small kernels were captured and replayed correctly; {eager_us:.0f} µs "
         f"eager, {replay_us:.0f} µs replayed ({ratio:.1f} times as fast)."
     )
     yield Finding(Level.OK, about, text)

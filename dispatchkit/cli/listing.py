@@ -46,7 +46,7 @@ def policies(as_json: JsonOption = False) -> None:
         else:
             default = distribution_of("policy", DEFAULT_POLICY)
             print_stderr(
-                f"No policy is installed. Next: pip install {default}, which has the default "
+                f"No policy is installed. Next: pip install {default}, which provides the default "
                 "policy."
             )
         raise typer.Exit(1)

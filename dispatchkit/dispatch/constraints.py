@@ -30,7 +30,9 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
             return f"chose mode {answer.mode.name} without a key; only mode NONE has no key."
         return None
     if answer.mode is not key.mode:
-        return f"chose mode {answer.mode.name} with a key of mode {key.mode.name}."
+        return (
+            f"chose mode {answer.mode.name} with a key of mode {key.mode.name}; they must be equal."
+        )
     return _broken_by_key(key, batch, graphs)
 
 
@@ -102,5 +104,5 @@ def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None
         )
     why = graphs.why_not(key)
     if why is not None:
-        return f"chose {key}, which cannot run now: {why}."
+        return f"chose {key}, which cannot run now: {why}. GraphView.is_ready() checks keys."
     return None

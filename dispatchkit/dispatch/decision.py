@@ -324,8 +324,9 @@ class CellUpdate:
         decision: The new decision; None to call ``decide`` again at the next use of the cell.
         one_shot: Whether the decision holds for one step, after which the steady decision applies
             again. If ``decision`` is None, True drops the waiting one-shot decisions of the cell.
-        up_to: Without a decision, also empty the cells of larger, otherwise equal batches of up to
-            this number of tokens; 0 for ``batch`` alone.
+        up_to: If ``decision`` is None, the cells of larger batches up to this number of tokens,
+            which are otherwise equal to ``batch``, are emptied, too. 0 empties only the cell of
+            ``batch``.
 
     Raises:
         DescriptorError: A value has the wrong type, ``up_to`` is negative, or ``up_to`` is given

@@ -10,7 +10,7 @@ techniques avoid further branches on the hot path:
 * An unused row is an empty tuple. Indexing it, or indexing any row with a batch above the table,
   raises IndexError.
 * A waiting one-shot decision empties its cell. The next step uses the cold path, which returns the
-  one-shot decision. After the last one-shot decision, it restores the steady decision.
+  one-shot decision. After the last one-shot decision, the cold path restores the steady decision.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Dispatcher:
         self._modes = parse_modes(modes)
         self._readiness = Readiness(lazy=check_flag(lazy, "lazy"))
         self.bind, self._on_swap = bind, on_swap
-        # The registry's lock, because the registry calls listeners under it and a swap changes the
-        # registry.
+        # The registry's lock, because the registry calls listeners under this lock, and a swap
+        # changes the registry.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._faults = PolicyFaults(strict=check_flag(strict, "strict"), on_fault=on_fault)
@@ -286,7 +286,7 @@ class Dispatcher:
     # -- learning -----------------------------------------------------------------------
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass an outcome to the policy, and apply the updates it returns.
+        """Pass an outcome to the policy, and apply the updates that the policy returns.
 
         Outcomes are ignored if the decision is from an earlier policy or the batch is outside the
         configuration in force.
@@ -339,9 +339,10 @@ class Dispatcher:
         An update sets the steady decision or a one-shot decision of a cell, or empties a range of
         cells so that the policy decides again.
 
-        A steady decision is used after waiting one-shot decisions. A decision that can no longer
-        run, for example because its graph was evicted, is not a fault. If it is steady, the policy
-        decides again. If it is one-shot, it is dropped.
+        The waiting one-shot decisions of a cell are used before its steady decision. A decision
+        that can no longer run, for example because its graph was evicted, is not a fault. If it is
+        steady, the cell is emptied, so that the policy decides again. If it is one-shot, it is
+        dropped.
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.
@@ -688,7 +689,7 @@ class Dispatcher:
         elif decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
         # The configured limit bounds every decision. A larger number of requests therefore takes
-        # the cold path, which validates it.
+        # the cold path, which validates the number.
         bound = min(bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs)
         policy = decision.policy or self._epoch.proposal.parts.name
         return decision.at(batch.num_tokens, bound, policy, revision, one_shot)

@@ -65,7 +65,7 @@ class Explanation:
         policy: Name and origin of the policy, and for a composite policy the member that decided.
         candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
-        fault: Error of the policy, if any. Explaining does not count it.
+        fault: Error of the policy, if any. Explaining does not count the fault.
         problem: Cause of the decision if the batch exceeds ``max_num_tokens``, or if the smallest
             graph that covers the batch is outdated or failed to capture; otherwise empty.
         cost: Cost of the step, if a cost model is given.

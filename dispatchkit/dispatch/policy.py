@@ -133,9 +133,9 @@ class GraphView:
 class Policy(Protocol):
     """An object that decides how batches run, without using the device.
 
-    ``decide`` is called once per cell of the dispatcher's table, on a cold path. Its decision stays
-    in the table until a change that could affect it. The decision must depend only on the batch,
-    the view, and state learned by ``observe``.
+    ``decide`` is called once per cell of the dispatcher's table, on a cold path. The decision stays
+    in the table until a change could affect it. It must depend only on the batch, the view, and
+    state learned by ``observe``.
 
     All other parts are optional and have their own protocols: ``DescribedPolicy``,
     ``LearningPolicy``, ``CalibratedPolicy``, ``PacedPolicy`` and ``ExplainingPolicy``.

@@ -130,8 +130,8 @@ class Table:
     def take_one_shot(self, cell: Cell, num_reqs: int) -> Decision | None:
         """Remove and return the next one-shot decision of a cell.
 
-        Return None if no decision is waiting, or if the next one does not hold for this number of
-        requests. Removing the last waiting decision restores the steady decision before the step
+        Return None if no decision is waiting, or if the next decision does not hold for this number
+        of requests. Removing the last waiting decision restores the steady decision before the step
         runs.
         """
         waiting = self.waiting.get(cell)

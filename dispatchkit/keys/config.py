@@ -75,8 +75,8 @@ class DispatchConfig:
             ``sizes``.
         max_loras: Largest number of adapters active in a batch; 0 means no adapters.
         specialize_lora: Whether to capture graphs without adapters, too.
-        specialize_active_loras: Whether to capture a graph for each of several numbers of adapters
-            (powers of two), instead of one graph for all.
+        specialize_active_loras: Whether to capture graphs for several numbers of adapters (powers
+            of two), instead of one graph for all numbers.
         axes: User-defined axes to capture graphs for, such as a sequence length.
 
     Numbers may be given as strings, for example from a command line or the environment.
@@ -260,8 +260,8 @@ class DispatchConfig:
     def query_class(self, uniform: int) -> tuple[bool, int, int | None]:
         """Return ``(uniform, query_len, max_query_len)`` of a ``uniform`` argument.
 
-        0 is a mixed batch; 1 and up are the uniform query lengths, in order. With
-        ``varlen_decode``, the next number is a batch whose requests have at most the first query
+        0 means a mixed batch, and 1 and up mean the uniform query lengths, in order. With
+        ``varlen_decode``, the next number means a batch whose requests have at most the first query
         length.
         """
         if 1 <= uniform <= len(self.query_lens):

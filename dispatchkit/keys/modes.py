@@ -32,7 +32,7 @@ __all__ = [
 class ModeError(ConfigError, AssertionError):
     """A pair of modes was given where a single mode is required.
 
-    It is also an AssertionError because vLLM's enum raises one.
+    The class inherits from AssertionError, which vLLM's enum raises.
     """
 
 

@@ -58,7 +58,7 @@ class Timeline:
     Raises:
         ConfigError: ``capacity`` is not a whole number of at least 1.
 
-    Thread safety: any thread.
+    Thread safety: all methods may be called from any thread.
     """
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:

@@ -53,7 +53,7 @@ class Catalog:
 
         Raises:
             UnknownNameError: The name is not registered. The message lists similar names, plugins
-                that may provide it but are not loaded, and the distribution to install.
+                that may provide the name but are not loaded, and the distribution to install.
         """
         if not isinstance(name, str):
             raise UnknownNameError(kind, name, self.tables[kind])

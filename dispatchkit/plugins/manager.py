@@ -76,7 +76,7 @@ class HookManager(pluggy.PluginManager):
             known = [name for name in dir(hookspecs) if name.startswith(_HOOK_PREFIXES)]
             raise PluginFault(
                 f"there is no hook {unknown}.{did_you_mean(unknown, known)} If another version "
-                "of dispatchkit has it, mark it @hookimpl(optionalhook=True)."
+                "of dispatchkit has this hook, mark yours @hookimpl(optionalhook=True)."
             ) from error
         for caller in callers:
             if sum(one.plugin is hooks for one in caller.get_hookimpls()) > 1:

@@ -153,7 +153,8 @@ class PluginSet:
 
         Raises:
             UnknownNameError: No policy has this name. The message lists similar names, plugins that
-                may provide it but are blocked or failed to load, and the distribution to install.
+                may provide the name but are blocked or failed to load, and the distribution to
+                install.
         """
         return self._catalog.get("policy", name)
 

@@ -121,8 +121,8 @@ def run_policy_conformance(
     """Test a policy against the core set and the traits that it claims.
 
     Args:
-        policy: A fresh policy, or a factory, such as its class. If it is an instance, deep copies
-            are tested, and the instance does not change.
+        policy: A fresh policy, or a factory, such as its class. For an instance, deep
+            copies are tested, and the instance does not change.
         seed: Seed of the random cases; the same seed gives the same verdict.
         max_examples: Number of cases per property, scaled with the hypothesis profile's
             ``max_examples`` (relative to 100).
@@ -156,7 +156,7 @@ def run_lane_policy_conformance(
     """Test a lane policy against the core set and the traits that it claims.
 
     Args:
-        policy: A fresh lane policy, or a factory, such as its class. If it is an instance, deep
+        policy: A fresh lane policy, or a factory, such as its class. For an instance, deep
             copies are tested, and the instance does not change.
         seed: Seed of the random schedules; the same seed gives the same verdict.
         max_examples: Number of schedules per property.

@@ -180,7 +180,7 @@ class LanePolicyTests:
     def test_keys_are_asked_for_where_they_matter(self) -> None:
         """A policy whose choices depend on the key sets ``needs_key = True``.
 
-        Otherwise, it receives steps without keys.
+        Otherwise, the policy receives steps without keys.
         """
         for schedule in self._schedules():
             if needs_key(self.make_lane_policy()):
@@ -220,7 +220,7 @@ class LanePolicyTests:
     def test_steps_go_where_their_graph_is(self) -> None:
         """A step runs on a lane that has the graph of its key.
 
-        On any other lane, it runs eager.
+        On any other lane, the step runs eager.
         """
         for schedule in self._schedules():
             policy = self.make_lane_policy()
@@ -236,8 +236,8 @@ class LanePolicyTests:
     def test_stream_priorities_fit_the_lanes(self) -> None:
         """``stream_priorities`` always returns one integer of at least 0 per lane.
 
-        A runner creates its streams with these priorities. With an invalid value, it cannot be
-        created.
+        A runner creates its streams with these priorities. With an invalid value, the runner cannot
+        be created.
         """
         for number in range(1, MOST_LANES + 1):
             policy = self.make_lane_policy()
@@ -306,7 +306,7 @@ class LanePolicyTests:
     def _play(
         self, policy: Any, schedule: Schedule
     ) -> Iterator[tuple[PendingStep, int, list[SampleLane]]]:
-        """Yield each step with the chosen lane and all lanes, before it is submitted."""
+        """Yield each step with the chosen lane and all lanes, before the step is submitted."""
         assigned = self._lanes_by_key(policy, _KEYS, schedule.num_lanes)
         lanes = [
             SampleLane(index, [key for key in _KEYS if index in assigned[key]])

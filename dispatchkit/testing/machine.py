@@ -1,7 +1,7 @@
 """DispatcherMachine, a state machine that compares a dispatcher with a naive model.
 
 The dispatcher's table is a cache. After any sequence of events (captures, failures, evictions,
-disabled modes, learned changes, swaps), it must serve the policy's current decisions.
+disabled modes, learned changes, swaps), the dispatcher must serve the policy's current decisions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     """A hypothesis state machine that compares a dispatcher with a naive model.
 
     Subclass it, define ``make_policy`` and run its ``TestCase``. The model stores learned changes
-    and one-shot decisions per cell. For all other cells, it calls the policy. Decisions of the
-    policy must depend only on the batch and the graphs; ``observe`` is never called.
+    and one-shot decisions per cell. For all other cells, the model calls the policy. Decisions of
+    the policy must depend only on the batch and the graphs; ``observe`` is never called.
     """
 
     def make_policy(self) -> Policy:

@@ -62,8 +62,8 @@ class PolicyTests(CaseRunner):
     def test_declare_is_deterministic(self, case: Case) -> None:
         """For the same configuration, ``declare`` returns the same keys in the same order.
 
-        Each rank captures in this order, in its own process. If the keys or the order differ
-        between ranks, they hang in the first collective of a capture.
+        Each rank captures in this order, in its own process. Ranks with different keys or a
+        different order hang in the first collective of a capture.
         """
         for call, policy in (
             ("a second call", case.policy),
@@ -221,8 +221,8 @@ class PolicyTests(CaseRunner):
     def test_a_batch_that_fits_a_graph_gets_one_or_a_reason(self, case: Case) -> None:
         """An eager decision has a reason, and the reason is true.
 
-        Operators act on the reasons of eager steps. A wrong reason would make them, for example,
-        add capture sizes that already exist.
+        Operators act on the reasons of eager steps. For example, a wrong reason would make
+        operators add capture sizes that already exist.
         """
         for batch in case.batches():
             decision = case.decide(batch)

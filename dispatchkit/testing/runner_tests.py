@@ -5,8 +5,8 @@
             return MyPolicy()
 
 The kits for policies and backends test each component separately. This kit runs steps through both
-and compares every result with a direct call of the step. Override the methods for your components:
-the policy (default: ``vllm``), the backend (default: the tape, which needs no GPU), the
+components and compares every result with a direct call of the step. Override the methods for your
+components: the policy (default: ``vllm``), the backend (default: the tape, which needs no GPU), the
 configuration, or the step with its inputs.
 """
 
@@ -100,7 +100,7 @@ class RunnerTests:
             )
 
     def test_large_batch_leaves_nothing_to_a_smaller_one(self) -> None:
-        """Padding rows are filled again after a larger batch used them.
+        """Padding rows are filled again after a larger batch has used the rows.
 
         Otherwise, a step that reads across rows or writes by index would use rows of an earlier
         batch.

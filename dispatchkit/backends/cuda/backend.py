@@ -66,10 +66,11 @@ class CudaBackend:
     Args:
         device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None for the current device.
         capture_error_mode: Which calls other threads may make during a capture; see
-            ``torch.cuda.graph``. ``"thread_local"`` allows them to copy, allocate and poll.
+            ``torch.cuda.graph``. ``"thread_local"`` allows other threads to copy, allocate and
+            poll.
         refuse_host_syncs: Whether to refuse calls that wait for the device before the driver
             invalidates the capture; the error names the call. Set it to False only for functions
-            that fail under a dispatch mode. Functions wrapped in torch.compile do not fail. With
+            that fail under a dispatch mode. Functions wrapped in torch.compile work under it. If
             False, torch or the driver refuses the calls without naming them, and an error of torch
             that the function catches is not detected. Failed captures are cleaned up in either
             case.
@@ -363,8 +364,8 @@ class CudaBackend:
             notes: Notes of a warmup of the same operations, which replace the watch.
             compiled: Whether the callable calls functions wrapped in torch.compile. If True, no
                 function mode is used, because it would cause recompilation.
-            draws: Whether the callable may draw random numbers. If it is False, because a warmup
-                drew no numbers, other threads may draw during the capture.
+            draws: Whether the callable may draw random numbers. If False (because a warmup drew no
+                numbers), other threads may draw during the capture.
 
         Raises:
             CaptureError: The capture failed with reason ``host_sync``, ``out_of_memory``,

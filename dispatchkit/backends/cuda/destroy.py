@@ -33,8 +33,8 @@ class PendingDestroy(NamedTuple):
     def destroy(self) -> None:
         """Destroy the graph."""
         if self.order is not None:
-            # Replays read a seed from memory that is freed with the graph. Wait for them, because
-            # the allocator could reuse the memory immediately.
+            # Replays read a seed from memory that is freed with the graph. Wait for these replays,
+            # because the allocator could reuse the memory immediately.
             self.order.synchronize()
         with self.pool.guard:
             self.graph.reset()

@@ -57,7 +57,8 @@ def direct_launch(device_index: int) -> Callable[[Any, Any], int] | None:
 
     Args:
         device_index: Index of the device of the graphs. If there are several devices, the function
-            makes it the current device during the launch, because the default stream depends on it.
+            makes this device current during the launch, because the default stream depends on the
+            current device.
     """
     runtime = _runtime()
     if runtime is None:

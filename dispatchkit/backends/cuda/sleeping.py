@@ -84,7 +84,7 @@ def load_allocator() -> Allocator:
         UnavailableError: The allocator cannot be used on this machine.
     """
     if torch.cuda.get_allocator_backend() != "native":
-        raise UnavailableError("torch uses an allocator other than 'native', which has no pools")
+        raise UnavailableError("torch's current allocator has no pools; use its allocator 'native'")
     named = os.environ.get(LIBRARY_VARIABLE)
     if named:
         path = Path(named)

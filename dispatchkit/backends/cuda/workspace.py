@@ -3,7 +3,7 @@
 torch allocates two workspaces for each combination of a thread's cuBLAS handle and a stream: one
 for cuBLAS, and one for cuBLASLt, which computes matrix products with a bias
 (aten/src/ATen/cuda/CublasHandlePool.cpp). Replays of a graph write to the workspaces of its
-capture, but torch may free them at any time. For example, ``torch.compile`` in mode
+capture, but torch may free these workspaces at any time. For example, ``torch.compile`` in mode
 ``reduce-overhead`` frees all workspaces before and after each of its captures
 (torch/_inductor/cudagraph_trees.py, ``clear_cublas_manager``). A replay would then overwrite
 tensors allocated in this memory. If the memory was returned to the device, a graph that zeroes a
@@ -29,9 +29,9 @@ _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 def hold_workspace(stream: torch.cuda.Stream) -> None:
     """Allocate this thread's workspaces for a stream from the stream's pool.
 
-    Call it before other uses of cuBLAS on the stream, including captures, because torch may have
-    freed earlier workspaces. The function queues a tiny matrix product, which takes tens of
-    microseconds. The first call in a process also loads cuBLAS. Inside a
+    Call this function before other uses of cuBLAS on the stream, including captures, because torch
+    may have freed earlier workspaces. The function queues a tiny matrix product, which takes tens
+    of microseconds. The first call in a process also loads cuBLAS. Inside a
     ``torch.cuda.use_mem_pool`` block of the caller, the memory comes from the block's pool. Only
     torch's native allocator has pools; with other allocators, the call has no effect.
 

@@ -192,6 +192,7 @@ def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
 
 
 def _overwrite(storage: torch.UntypedStorage) -> None:
-    # This runs in stream order, so a mode of the deferred tape must not queue it again.
+    # This function already runs in stream order. Bypass the modes of the deferred tape, which would
+    # queue the write again.
     with torch._C._ExcludeDispatchKeyGuard(LAUNCH_KEYS):
         torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)

@@ -81,7 +81,7 @@ class Scheduler:
             return not self._queues.get(stream)
 
     def drain(self, stream: TapeStream) -> None:
-        """Run all work queued on a stream, and the work it waits for."""
+        """Run all work queued on a stream, and the work that the stream waits for."""
         with self.lock:
             while self._queues.get(stream):
                 self._advance(stream)
@@ -106,7 +106,7 @@ class Scheduler:
         return not isinstance(head, _Wait) or head.mark.done
 
     def _advance(self, stream: TapeStream) -> None:
-        """Run the head of a queue, after the work it waits for."""
+        """Run the head of a queue, after the work that the head waits for."""
         head = self._queues[stream][0]
         if isinstance(head, _Wait):
             self.drain_to(head.mark)
