@@ -1,6 +1,6 @@
 """Configure pytest for all tests, of the core and of the plugins.
 
-Needs only pytest and hypothesis. Tests request other packages (torch, numpy, rich, ...) by
+Needs only pytest and hypothesis. Tests import other packages (torch, numpy, rich, ...) with
 ``pytest.importorskip``.
 """
 
@@ -28,7 +28,8 @@ if "torch" in sys.modules:
 # Inductor compiles in this process instead of starting a pool of processes that each import torch.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-# Imports and collection make little garbage, and looking for it would take a fifth of their time.
+# Importing and collecting tests creates little garbage, and garbage collections would take a fifth
+# of the time.
 gc.disable()
 
 # No deadlines: a busy machine must not fail a test.
@@ -39,8 +40,8 @@ settings.register_profile("nightly", max_examples=10_000, print_blob=True, **_co
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 if PROFILE == "ci" and hasattr(providers, "_get_local_constants"):
-    # Hypothesis also draws constants of every imported file, which it parses for seconds. Examples
-    # would then depend on what other tests import, and not on the test alone.
+    # By default, Hypothesis also draws constants from imported files. Parsing the files takes
+    # seconds, and the examples of a test would depend on the imports of other tests.
     providers._get_local_constants = lambda: providers._local_constants  # noqa: SLF001 - no option
 
 
@@ -58,7 +59,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option by which several processes divide the files among them."""
+    """Add the option ``--share``, with which each of several processes runs some of the files."""
     parser.addoption(
         "--share",
         default="1/1",
@@ -84,9 +85,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def deal_files(config: pytest.Config, count: int) -> list[set[Path]]:
     """Divide the test files and the tested pages into shares.
 
-    Files are dealt largest first, each to the share with the fewest bytes so far, because long
-    files tend to take long; pages count as empty. Files that ``-m`` deselects as a whole are in no
+    The size of a file estimates its duration; pages count as empty. Starting with the largest file,
+    each file is added to the smallest share. Files in which ``-m`` deselects all tests are in no
     share.
+
+    Args:
+        config: The configuration of pytest, with the folders to search.
+        count: Number of shares.
     """
     folders = [
         folder for pattern in config.getini("testpaths") for folder in config.rootpath.glob(pattern)
@@ -111,7 +116,7 @@ _WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^\]]*?)?pytest\.mark\.(slow|gpu)\
 
 
 def _is_deselected(path: Path, config: pytest.Config) -> bool:
-    """Return whether ``-m`` would deselect all tests of a file, judged by its text."""
+    """Return whether ``-m`` deselects all tests of a file, as far as its text shows."""
     asked = set(config.option.markexpr.split(" and "))
     if not (asked <= {"slow", "gpu", "not slow", "not gpu"} and path.match("test_*.py")):
         return False
@@ -123,10 +128,10 @@ def _is_deselected(path: Path, config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip a file of another share, or whose tests ``-m`` would deselect, without importing it.
+    """Skip files of other shares, and files in which ``-m`` deselects all tests.
 
-    Importing GPU tests or slow tests takes seconds because they import torch's compiler or
-    transformers.
+    Skipped files are not imported. Importing slow tests or GPU tests takes seconds, because they
+    import torch's compiler or transformers.
     """
     is_left_out = collection_path in config.stash[_OF_OTHER_SHARES]
     return True if is_left_out or _is_deselected(collection_path, config) else None
@@ -145,21 +150,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if case not in mark.args:
                 item.add_marker("slow")
     if named - found and not any("::" in path for path in config.args):
-        raise pytest.UsageError(f"slow_except names cases that are not: {sorted(named - found)}")
+        raise pytest.UsageError(f"slow_except names unknown cases: {sorted(named - found)}")
 
 
 def pytest_collection_finish() -> None:
     """Reduce the work that pytest and the garbage collector do for each test.
 
-    Imported objects, and the little garbage among them, are excluded from all garbage collections
-    but the last, because tests run hundreds of these. pytest adds its handlers to the root logger
-    and to each logger that does not propagate, six times per test; torch has fifty such loggers.
+    Imported objects are excluded from garbage collections until the last collection, because tests
+    cause hundreds of collections. All loggers propagate: pytest adds its handlers to the root
+    logger and to each logger that does not propagate, six times per test, and torch has fifty of
+    these loggers.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # Python's automatic collections, of which there are thousands
+    gc.set_threshold(10_000, 20, 20)  # fewer automatic collections
     gc.enable()
 
 
@@ -176,10 +182,10 @@ _RECORDER = pytest.StashKey[object]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """In one share of several, record log messages only for tests that request ``caplog``.
+    """With ``--share``, record log messages only for tests that request ``caplog``.
 
-    For each record pytest visits every logger, six times per test, and torch has hundreds. Without
-    ``--share``, failures of all tests are reported with their log messages.
+    To record messages, pytest visits every logger six times per test, and torch has hundreds of
+    loggers. Without ``--share``, failure reports of all tests contain log messages.
     """
     if item.config.getoption("--share") != "1/1":
         _record_logs(item.config, "caplog" in getattr(item, "fixturenames", ()))
@@ -202,12 +208,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Freeze what that collection has left, because pytest collects once more."""
+    """Freeze the remaining objects, because pytest starts another collection."""
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests where there is no GPU, unless DISPATCHKIT_REQUIRE_GPU is set."""
+    """Skip GPU tests if there is no GPU, unless DISPATCHKIT_REQUIRE_GPU is set."""
     if item.get_closest_marker("gpu") is None or os.environ.get("DISPATCHKIT_REQUIRE_GPU"):
         return
     torch = pytest.importorskip("torch")

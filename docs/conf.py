@@ -1,4 +1,4 @@
-"""How Sphinx builds the pages; `make docs` runs it."""
+"""Configuration of Sphinx, which `make docs` runs."""
 
 import re
 from importlib.metadata import version as _version
@@ -13,7 +13,7 @@ extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "requirements.txt"]
 myst_heading_anchors = 3
-# Pages are read on the code host too, so their links to other files of the checkout are relative
+# Pages are also read on the code host, so their links to other files of the checkout are relative
 # paths.
 myst_url_schemes = ["http", "https", "mailto"]
 
@@ -42,5 +42,5 @@ def _of_the_checkout(app, docname, source):
 
 
 def setup(app):
-    """Called by Sphinx."""
+    """Register the handler of links; Sphinx calls this function."""
     app.connect("source-read", _of_the_checkout)

@@ -1,4 +1,4 @@
-"""Runs the examples of the tutorial, where sybil is installed."""
+"""Run the examples of the tutorial if sybil is installed."""
 
 from __future__ import annotations
 

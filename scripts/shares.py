@@ -2,8 +2,9 @@
 
     python scripts/shares.py 2 -q tests/keys
 
-``conftest.py`` decides which files a share has. The first share reports while it runs, and the
-others when it has ended. Each has a cache of its own, so that ``--lf`` runs what failed in any.
+``conftest.py`` divides the files into shares. The output of the first share is printed while it
+runs, and the output of the other shares after all shares have finished. Each share has its own
+cache, so that ``--lf`` repeats the failed tests of all shares.
 """
 
 from __future__ import annotations
