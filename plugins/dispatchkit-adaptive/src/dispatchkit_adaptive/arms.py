@@ -15,7 +15,8 @@ __all__ = ["Arm", "ArmId", "Band", "Graphs", "Regime"]
 Regime = tuple[str, bool]
 #: One graph, or several that serve a batch together; all but the last are full.
 Graphs = tuple[GraphKey, ...]
-#: Eager batches of one kind whose times lie on one curve, up to ``num_tokens``.
+#: Eager batches of one kind, within a range of sizes whose step times follow one curve.
+#: ``num_tokens`` is the largest size.
 Band = BatchDescriptor
 ArmId = Graphs | Band
 
@@ -27,7 +28,7 @@ class Arm:
     Attributes:
         ident: The graphs that are replayed, or the band of sizes that run eager.
         memory: Approximate number of latest samples that determine an estimate.
-        size: Largest number of tokens that the arm computes, in one step.
+        size: Largest number of tokens that the arm can compute in one step.
         is_eager: Whether the arm runs eager.
         is_split: Whether the arm replays several graphs.
         estimates: Estimated step time in each regime that has samples.
@@ -51,7 +52,7 @@ class Arm:
         return format_keys(self.ident) if isinstance(self.ident, tuple) else "eager"
 
     def estimate(self, regime: Regime) -> Estimate:
-        """Return the estimate for a regime; create one without samples if needed."""
+        """Return the estimate for a regime, creating an empty estimate if necessary."""
         found = self.estimates.get(regime)
         if found is None:
             found = Estimate(self.size, self.memory, over_tokens=self.is_eager)

@@ -28,8 +28,9 @@ PROBE = "probe"
 def bands(low: int, top: int) -> list[tuple[int, int]]:
     """Divide a bucket of ``low`` to ``top`` tokens into bands, largest first.
 
-    Eager time does not follow one power law over a wide range. The largest quarter is therefore cut
-    off until the remainder starts above half of its upper end, or ends at 16 tokens or fewer.
+    Eager time does not follow one power law over a wide range. A band therefore starts above
+    three quarters of its largest size. The last band contains all remaining sizes: it starts above
+    half of its largest size, or its largest size is at most 16.
     """
     cut = []
     while low <= top // 2 and top > 16:
@@ -64,8 +65,8 @@ class Bucket:
     """Batches with the same arms, and the choice made for them.
 
     Attributes:
-        base: The base policy's decision for all of them; if the base splits batches, its decision
-            for ``example``.
+        base: The base policy's decision, the same for all batches of the bucket. If the base policy
+            splits batches, its decision for ``example``.
         base_arm: The arm of the decision ``base``.
         arms: All arms that can run the batches.
         eager: The eager arm; None if eager is not allowed.
@@ -78,9 +79,9 @@ class Bucket:
         needless: Numbers of tokens in ``waiting`` whose arm has since been measured by another
             probe.
         last_probe: Step of the last probe with an outcome; 0 if there was none.
-        unproven_us: Expected microseconds that the base's arm would have taken in the steps that
-            used another arm since its last sample. The base's arm may have become faster in that
-            time, unnoticed.
+        unproven_us: Expected time of the base's arm, in microseconds, for all steps that used other
+            arms since its last sample. During these steps, a speedup of the base's arm goes
+            unnoticed.
     """
 
     base: Decision
@@ -103,13 +104,13 @@ class Bucket:
         self.to_base()
 
     def to_base(self) -> None:
-        """Use the arm of the base policy."""
+        """Choose the base policy's arm for all batches."""
         is_eager = self.base_arm is self.eager
         self.graph = None if is_eager else self.base_arm
         self.limit = math.inf if is_eager else -math.inf
 
     def choice(self, num_tokens: int) -> Arm:
-        """Return the arm that runs batches of a number of tokens."""
+        """Return the arm chosen for batches with this number of tokens."""
         if self.eager is not None and (self.graph is None or num_tokens <= self.limit):
             return self.eager
         return self.graph or self.base_arm
@@ -117,7 +118,7 @@ class Bucket:
     def known(self, regime: Regime) -> dict[Arm, Estimate]:
         """Return the known arms of a regime; empty if there are none to compare.
 
-        A comparison needs the base's arm and at least one other.
+        A comparison requires the base's arm and at least one other arm.
         """
         found = {
             arm: estimate
@@ -145,7 +146,7 @@ class Bucket:
         return [CellUpdate(batch, arm.decision(batch.num_tokens, PROBE), one_shot=True)]
 
     def end_probe(self, num_tokens: int) -> None:
-        """End the probe of a batch size; mark other probes of its arm as needless."""
+        """End the probe of a batch size; mark other probes of the same arm as needless."""
         _, arm = self.waiting.pop(num_tokens, (None, None))
         if arm is not None:
             self.needless = [size for size, (_, other) in self.waiting.items() if other is arm]
@@ -185,7 +186,7 @@ class Bucket:
             self.stale = int(min(first, before)), int(max(last, after))
 
     def _choose_graph(self, known: Mapping[Arm, Estimate], stakes: Stakes, base: Estimate) -> None:
-        """Choose a graph that is faster than the base's and whose risk the account covers."""
+        """Choose a faster graph if the account covers the risk of using it."""
         base_log = over = math.inf
         if self.base_arm is not self.eager:
             base_log = base.log_us(1)
@@ -236,7 +237,8 @@ class Bucket:
         if arm is not self.base_arm:
             reason = "parts_are_faster" if arm.is_split else "graph_is_faster"
             decision = arm.decision(num_tokens, "eager_is_faster" if arm.is_eager else reason)
-            # If the base's graph limits requests, the base answers differently beyond that limit.
+            # If the base's graph limits the number of requests, the base policy may decide
+            # differently for batches with more requests.
             bound = base.max_num_reqs
             if len(base.keys) == 1 and base.keys[0].descriptor.num_reqs is not None:
                 bound = min(bound, base.keys[0].descriptor.num_reqs)

@@ -1,11 +1,11 @@
 """Estimate how long an arm takes, with a robust Kalman filter over the logarithm of its times.
 
-An arm is a way to run a step: a graph, or eager within one band of sizes. Its time is a power law
-of the number of tokens, ``log us = level + slope * log(tokens / top)``; a graph has no slope. The
-noise is a few per cent, but occasionally a step takes many times as long as usual. A sample that
-differs from the estimate by ``CLIP`` standard errors or more therefore does not move it. The level
-is modeled as a random walk, so old samples lose weight. A *surprise* is the logarithm of the ratio
-of a sample to the expected time. ``Watch`` detects jumps of the level from the mean of the latest
+An arm is a way to run a step: a graph, or eager within one band of sizes. Its time follows a power
+law, ``log us = level + slope * log(tokens / top)``; a graph has no slope. The noise is a few per
+cent, but occasionally a step takes many times as long as usual. A sample that differs from the
+estimate by ``CLIP`` standard errors or more therefore does not move the estimate. The level is
+modeled as a random walk, so old samples lose weight. A *surprise* is the logarithm of the ratio of
+a sample to the expected time. ``Watch`` detects jumps of the level from the mean of the latest
 surprises.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["KNOWN", "Estimate", "Watch"]
 
-#: Number of samples from which an arm counts as known; the filter starts at their median.
+#: Minimum number of samples of a known arm; the filter starts at the median of these samples.
 KNOWN = 3
 #: A sample at least this many standard errors from the estimate does not move the estimate.
 CLIP = 3.0
@@ -26,13 +26,13 @@ CLIP = 3.0
 FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
 #: Initial slope of a band (halfway between constant and proportional time) and its error.
 FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
-#: Numbers of surprises over which a mean is tested, with their square roots. A mean of more than
-#: ``LIMIT`` standard errors is a jump. False alarms occur once in 20,000 samples; a large jump is
-#: detected after three samples.
+#: Numbers of latest surprises whose mean is tested, each with its square root. A mean of more than
+#: ``LIMIT`` standard errors indicates a jump. False alarms occur once in 20,000 samples; a large
+#: jump is detected after three samples.
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 8, 16, 32, 64))
 LIMIT = 4.5
 #: A sample that differs from the estimate by a factor above 2.5 is usually an outlier. Its surprise
-#: counts as ``OUTLIER_EVIDENCE`` standard errors, so a jump is detected after four in a row.
+#: counts as ``OUTLIER_EVIDENCE`` standard errors, so four in a row indicate a jump.
 OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
 #: Variance of the median of normal samples, relative to the variance of their mean.
 MEDIAN_VARIANCE = math.pi / 2.0
@@ -138,13 +138,13 @@ class Estimate:
         return math.sqrt(self._var_level + off * (2.0 * self._covariance + off * self._var_slope))
 
     def weight(self, num_tokens: float) -> float:
-        """Return the number of samples at a size that would be as precise as the estimate."""
+        """Return the number of samples whose mean, at this size, would be as precise."""
         return (self.noise / self.error(num_tokens)) ** 2
 
     def largest(self, log_us: float) -> float:
-        """Return the largest number of tokens whose expected time is at most the given one.
+        """Return the largest number of tokens with an expected time of at most ``log_us``.
 
-        Without a slope, this is infinite if the level is low enough, otherwise -inf.
+        Without a slope, return infinity if the level is at most ``log_us``, otherwise -infinity.
         """
         off = log_us - self._level
         if self._slope <= 1e-3:
@@ -159,8 +159,8 @@ class Estimate:
         if self.samples <= KNOWN:
             self._first.append((off, log_us - self._slope * off))
             self._level = median(level for _, level in self._first)
-            # At the measured sizes, the error of the slope does not count; at the top, it adds to
-            # the error of the level.
+            # An error of the slope does not affect the times at the measured sizes, but adds to the
+            # error at ``top``.
             off = fmean(one for one, _ in self._first)
             self._covariance = -off * self._var_slope
             self._var_level = MEDIAN_VARIANCE * self.noise**2 / self.samples
@@ -223,7 +223,7 @@ class Estimate:
         }
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """Restore an estimate that ``numbers`` returned.
+        """Restore an estimate from the return value of ``numbers``.
 
         Raises:
             ValueError: A number is missing, out of range, or inconsistent with another.

@@ -1,10 +1,10 @@
-"""Detect whether the time of the host is hidden behind that of the device.
+"""Detect whether host time is hidden behind device time.
 
-A host that submits steps well before the device reaches them does not delay the device. Only the
-device time of a step counts then, so the policy prefers the arm with the least device time. That
-arm is often eager and slow to submit, which may let the host fall behind. Therefore host and device
-time are averaged for the arms with the least device time, whichever arms are in use, so that the
-answer does not depend on earlier answers.
+If the host submits steps well before the device reaches them, it does not delay the device. Only
+device time counts then, and the policy prefers the arm with the least device time. This arm is
+often eager, and submitting eager steps may take the host so long that it falls behind. The averages
+therefore always describe the arms with the least device time, even while other arms are in use.
+Otherwise, each answer would change the measurements for the next answer.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import attrs
 
 __all__ = ["HostLoad"]
 
-#: Number of outcomes in the averages: of host and device time per step; of submit times and late
-#: steps.
+#: Numbers of outcomes in the averages: ``_MEMORY`` for host and device time, ``_SHORT_MEMORY`` for
+#: submit times and the share of late steps.
 _MEMORY, _SHORT_MEMORY = 32, 8
-#: Thresholds: host time relative to device time, and share of steps not submitted ahead. The host
-#: becomes hidden below both of the first pair, and visible above either of the second pair.
+#: Thresholds of the ratio of host to device time, and of the share of late steps (not submitted
+#: ahead of the device). Host time becomes hidden if both values are below ``_HIDDEN``, and visible
+#: if either value reaches ``_VISIBLE``.
 _HIDDEN, _VISIBLE = (0.8, 0.2), (0.95, 0.5)
-#: Minimum number of steps between changes of the answer; doubled when a hidden host becomes
+#: Minimum number of steps between changes of ``is_hidden``; doubled whenever host time becomes
 #: visible.
 _PATIENCE = 16
 
 
 @attrs.define
 class HostLoad:
-    """Host and device time of recent steps, as if each used its arm with the least device time.
+    """Average host and device times per step of the arms with the least device time.
 
     Attributes:
-        is_hidden: Whether only the device's time counts.
+        is_hidden: Whether host time is hidden, so that only device time counts.
     """
 
     is_hidden: bool = False
@@ -42,7 +43,7 @@ class HostLoad:
     _patience: int = _PATIENCE
 
     def add_submission(self, host_us: float, *, is_eager: bool) -> None:
-        """Add the host time of a step in microseconds, clipped to twice the average."""
+        """Add the microseconds that submitting a step took, clipped to twice their average."""
         usual = self._submit_us.setdefault(is_eager, host_us)
         self._submit_us[is_eager] += (min(host_us, 2.0 * usual) - usual) / _SHORT_MEMORY
 
@@ -50,8 +51,9 @@ class HostLoad:
         """Add a step that was not a probe; return whether ``is_hidden`` changed.
 
         Args:
-            device_us: Device time of the fastest arm on the device, in microseconds.
-            is_eager: Whether that arm is eager.
+            device_us: Expected device time of the arm that is fastest on the device, in
+                microseconds.
+            is_eager: Whether this arm is eager.
             was_ahead: Whether the host had submitted the step before the device reached it.
         """
         self._num_steps += 1

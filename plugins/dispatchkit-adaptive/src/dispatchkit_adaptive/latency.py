@@ -1,4 +1,4 @@
-"""A policy of measured latencies, for third-party dispatchers with their own graphs."""
+"""A policy that compares measured latencies, for third-party dispatchers with their own graphs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LatencyPolicy:
 
     Args:
         history_size: Approximate number of latest latencies that determine an estimate, at least 8.
-        min_samples: Number of latencies from which a mode is compared with others.
-        retry_every: The slower choice is retried once in this many calls for a key.
+        min_samples: Minimum number of latencies before a mode is compared with others.
+        retry_every: Interval, in calls per key, at which the slower choice is returned.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -43,7 +43,7 @@ class LatencyPolicy:
         self._asked: Counter[Hashable] = Counter()
 
     def record(self, key: Hashable, mode: Hashable, latency: float) -> None:
-        """Record how long a key took in a mode, always in the same unit.
+        """Record a latency of a key in a mode; use the same unit in all calls.
 
         Raises:
             ConfigError: The latency is not a number above 0.
@@ -65,9 +65,9 @@ class LatencyPolicy:
         return arm.expect(1)
 
     def should_use_graph(self, key: Hashable, graph_available: bool) -> bool:
-        """Return whether to use a graph: it is available and eager is not known to be faster.
+        """Return whether a graph is available and eager is not known to be faster.
 
-        Once in ``retry_every`` calls for a key, the slower choice is returned.
+        For each key, one in ``retry_every`` calls returns the slower choice.
         """
         if not graph_available:
             return False
@@ -85,7 +85,7 @@ class LatencyPolicy:
         return (graph <= eager) is not is_retry
 
     def select_mode(self, key: Hashable, available_modes: Collection[ModeT]) -> ModeT:
-        """Return the fastest mode; modes with too few samples come first.
+        """Return a mode with too few samples if there is one, otherwise the fastest mode.
 
         Raises:
             ConfigError: No modes are given.

@@ -3,8 +3,8 @@
 The policy promises that the steps so far never take more than one per cent longer than with the
 base policy. Time lost in steps that differ from the base is paid from an account, which contains
 the allowance of the promise and the time saved so far. An arm may become slower (or the base
-faster) at any time, and the policy notices only several measured steps later. It therefore leaves
-the base only if the account covers an arm that is ``DRIFT`` times slower until then.
+faster) at any time, and the policy notices only several measured steps later. The policy therefore
+leaves the base only if the account would cover a slowdown by ``DRIFT`` during these steps.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["DRIFT", "Ledger"]
 
 #: Unnoticed slowdown of an arm (or speedup of the base) that the account must cover, as a factor.
 DRIFT = 1.5
-#: Measured steps until a change by ``DRIFT`` is noticed; see ``estimates.Watch``.
+#: Number of measured steps until a change by a factor of ``DRIFT`` is noticed; see ``Watch``.
 NOTICED_AFTER = 4
 #: The allowance is computed from at least this many steps.
 GRACE = 200
 #: Share of the promise that is spent; the rest is a reserve for errors of the estimates.
 PLANNED = 0.75
-#: Standard errors by which an arm must be faster than the arm in use.
+#: Number of standard errors by which an arm must be faster than the arm in use.
 DOUBT = 1.5
 #: Weight of the latest outcome in moving averages, which cover about ten outcomes.
 AVERAGING = 0.2
@@ -39,9 +39,9 @@ class Ledger:
         steps: Number of steps accounted for.
         base_us: Time that the choices of the base policy would have taken.
         lead_us: Time saved compared with the base; negative if time was lost.
-        probes_us: Time that probes took beyond that of the arms in use.
-        differing: Moving average of the share of outcomes, except one-shot, that did not use the
-            base's arm.
+        probes_us: Additional time of probes, compared with the arms in use.
+        differing: Moving average of the share of outcomes that did not use the base's arm. One-shot
+            outcomes are excluded.
         spacing: Average number of steps from one measured step to the next.
     """
 
@@ -94,7 +94,7 @@ class Ledger:
         return steps
 
     def account(self, steps: float, base_us: float, own_us: float) -> None:
-        """Add steps that took ``own_us`` each and would have taken ``base_us`` under the base."""
+        """Add steps that took ``own_us`` each and would have taken ``base_us`` with the base."""
         self.steps += steps
         self.base_us += steps * base_us
         self.lead_us += steps * (base_us - own_us)
@@ -116,19 +116,24 @@ class Stakes:
     lead_us: float
 
     def gains(self, base_us: float, error: float) -> tuple[float, float]:
-        """Return the gains (logarithms of a ratio) required to change arms, and to keep a change.
+        """Return the gains (as logarithms) required to change arms, and to keep the new arm.
 
-        Both shrink as the lead grows. With a large lead, a change is made on less evidence and
-        undone only on more.
+        Both shrink as the lead grows: with a large lead, less evidence is enough for a change, and
+        more evidence is needed to go back.
 
         Args:
-            base_us: Microseconds of a step in the arm to leave.
-            error: Relative standard error of the ratio of both arms' times.
+            base_us: Step time of the arm in use, in microseconds.
+            error: Relative standard error of the ratio between the times of both arms.
         """
         comfort = max(0.0, self.lead_us) / base_us
         change = max(self.margin, DOUBT * error) / (1.0 + comfort)
         return change, -error * comfort / (1.0 + comfort)
 
     def cover(self, base_us: float, slack: float = 1.0) -> float:
-        """Return the gain (a logarithm) from which the account covers a slowdown by ``DRIFT``."""
+        """Return the least gain (a logarithm) with which the account covers a ``DRIFT`` slowdown.
+
+        Args:
+            base_us: Step time of the base's arm, in microseconds.
+            slack: Factor by which ``room_us`` is multiplied.
+        """
         return math.log(DRIFT) - math.log1p(slack * self.room_us / base_us)

@@ -43,9 +43,10 @@ __all__ = ["CALIBRATION", "AdaptivePolicy"]
 
 #: Additional host time of a probe (creating a plan, events and an outcome), in microseconds.
 PROBE_US = 25.0
-#: Regime of device times, used if host time is hidden: steps were submitted ahead of the device.
+#: Regime of device times, for steps submitted ahead of the device. Used if host time is hidden.
 ALONE: Regime = ("device alone", True)
-#: Regime of the same steps if host time counts; step times then include it.
+#: Regime of times including host time, for steps submitted ahead of the device. Used if host time
+#: counts.
 BUSY: Regime = ("device", True)
 #: Reason of the decisions in calibration runs.
 CALIBRATION = "calibration"
@@ -61,7 +62,7 @@ _COST_AT_ONCE = 0.25
 _VERIFYING_COST = 0.01
 # The pace stays 1 if fewer than this many steps pass from one measured step to the next.
 _WORTH_SAVING = 8.0
-# Minimum ratio of the allowance to the time at risk before fewer steps are measured.
+# Minimum ratio of the allowance to the time at risk at which fewer steps are measured.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 # Consecutive outcomes in other regimes after which the latest regime becomes current.
@@ -73,7 +74,7 @@ _UNKNOWN_COST = 3.0
 
 
 class AdaptivePolicy:
-    """A policy that chooses eager or a graph by measured time, never far behind a base policy.
+    """A policy that chooses eager or a graph by measured time, staying close to a base policy.
 
     Args:
         base: The policy to start from and compare with: an object or a registered name.
@@ -84,17 +85,18 @@ class AdaptivePolicy:
         explore: Share of time that probes may cost.
         max_sizes: Number of graphs of each mode that are considered for a batch.
         seed: Seed of the random variation in the spacing of probes.
-        state: File of learned estimates, which ``save`` writes. An existing file is read now; if it
-            is unusable, a warning is issued and learning starts from scratch.
+        state: File of learned estimates, which ``save`` writes. An existing file is read at
+            creation; if it is unusable, a warning is issued and learning starts from scratch.
         fingerprint: Facts that the times depend on (see ``device_fingerprint``). A state file with
             a different fingerprint is not used.
-        plugins: Plugins that a base given by name is looked up in; by default, the installed ones.
+        plugins: Plugins to search for a base that is given by name. The default is the installed
+            plugins.
 
     Attributes:
         ledger: The account of time saved and lost against the base.
-        pace: Factor by which fewer steps than usual are measured at the moment. It exceeds 1 if
-            nothing has changed for a while and the time saved covers the loss until a change is
-            noticed.
+        pace: Factor by which the interval between measured steps is currently longer than usual.
+            It exceeds 1 if times have not changed for a while, and the account covers the loss
+            until a slowdown is noticed.
 
     Raises:
         ConfigError: An option is invalid.
@@ -136,7 +138,7 @@ class AdaptivePolicy:
         self.pace: int = 1
         self._random = random.Random(seed)
         # Regimes with samples, the current one first; and the number of consecutive outcomes in
-        # others.
+        # other regimes.
         self._regimes: list[Regime] = [("device", False)]
         self._other_regime = 0
         self._host = HostLoad()
@@ -146,8 +148,8 @@ class AdaptivePolicy:
         # For each batch: the graphs for which the entry is valid, the base's decision, and the
         # bucket. Learning changes the choice of a bucket, but not these entries.
         self._places: dict[Batch, tuple[object, Decision | None, Bucket | None]] = {}
-        # All buckets, the most recently used last; and the buckets to choose again, the next one
-        # last.
+        # All buckets, the most recently used last; and the buckets whose choice must be updated,
+        # the next one last.
         self._by_use: dict[Bucket, None] = {}
         self._to_choose: dict[Bucket, None] = {}
         self._with_arm: defaultdict[Arm, list[Bucket]] = defaultdict(list)
@@ -176,7 +178,7 @@ class AdaptivePolicy:
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the decision of the batch's bucket, initially that of the base."""
+        """Return the decision of the batch's bucket, initially the base's decision."""
         revision, base, bucket = self._places.get(batch, (None, None, None))
         if revision != graphs.revision:
             if len(self._places) >= _MOST_ASKED:
@@ -218,7 +220,7 @@ class AdaptivePolicy:
         if len(found) + may_be_eager < 2:
             return None
         if not own and not (base.key is None and may_be_eager):
-            return None  # a base with a part before the last that is not full has no arm
+            return None  # a part before the last is not full, so the base has no arm
         kind = attrs.evolve(base, parts=()) if base.parts else base
         ident = (batch.allowed, kind, own, tuple(found), band)
         bucket = self._buckets.get(ident)
@@ -493,7 +495,7 @@ class AdaptivePolicy:
         self._to_choose = self._by_use.copy()
 
     def _note_host(self, bucket: Bucket, num_tokens: int, was_ahead: bool) -> bool:
-        """Record whether the host submitted a step ahead; return whether the regime changed."""
+        """Record whether the host was ahead of the device; return whether the regime changed."""
         known = bucket.known(ALONE)
         if len(known) < max(2, len(bucket.known(BUSY))):
             return False  # an arm not yet known in ALONE may be the fastest on the device
@@ -586,7 +588,7 @@ class AdaptivePolicy:
             return
         base_us = base.expect(size) or us
         if before is not None and not 0.4 < us / before < 2.5:
-            us = before  # count an outlier as usual: it would have occurred under the base, too
+            us = before  # replace an outlier, which would have occurred under the base, too
         ledger.account(steps, base_us * (1.0 - base.error(size)), us)
         bucket.unproven_us += steps * base_us
 
@@ -606,7 +608,7 @@ class AdaptivePolicy:
     # -- probing ------------------------------------------------------------------------
 
     def _probe(self, bucket: Bucket, batch: Batch, ran: Arm) -> list[CellUpdate]:
-        """Return an update that probes another arm at this batch's next step, if one is due."""
+        """Return an update that probes another arm in this batch's next step, if a probe is due."""
         if batch.num_tokens in bucket.waiting:
             return []
         size, regime = batch.num_tokens, self._regimes[0]
@@ -622,7 +624,8 @@ class AdaptivePolicy:
         soon = _at_risk_us(bucket) + self.ledger.horizon() * now_us * (1.0 - 1.0 / DRIFT)
         base = bucket.base_arm.estimates.get(regime)
         if base is not None and bucket.base_arm is not current:
-            # Probe the base before the account is used up. The more expensive the probe, the later.
+            # Probe the base before the account is used up, and expensive probes later than cheap
+            # probes.
             behind = math.expm1(base.log_us(size) - now.log_us(size))
             if soon > account * min(1.0, _PROOF_FROM + behind):
                 return bucket.send_probe(batch, bucket.base_arm)
@@ -631,7 +634,8 @@ class AdaptivePolicy:
                 continue
             estimate = arm.estimates.get(regime)
             if regime == ALONE and (estimate is None or not estimate.is_known):
-                estimate = arm.estimates.get(BUSY)  # its steps may never be submitted ahead
+                # The arm's steps may never be submitted ahead of the device.
+                estimate = arm.estimates.get(BUSY)
             if estimate is None or not estimate.is_known:
                 if (_UNKNOWN_COST - 1.0) * now_us <= account:
                     return bucket.send_probe(batch, arm)

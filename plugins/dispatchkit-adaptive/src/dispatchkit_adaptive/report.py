@@ -50,7 +50,7 @@ class BucketReport:
         base: The base policy's decision.
         graph: The graph or graphs in use, as text; empty if there are none.
         eager_up_to: Number of tokens up to which eager is used; 0 if it is not used.
-        arms: The arms, the one in use first.
+        arms: Reports on the arms, starting with the arm in use.
         last_probe: Step of the last probe with an outcome; 0 if there was none.
     """
 

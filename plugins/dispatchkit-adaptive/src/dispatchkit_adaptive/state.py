@@ -21,10 +21,11 @@ __all__ = ["StateError", "device_fingerprint", "read_state", "write_state"]
 
 FORMAT, VERSION = "dispatchkit-adaptive", 2
 _MAX_BYTES = 64 * 1024 * 1024
+_NEXT_STEP = "Pass a file that save() wrote."
 
 
 class StateError(DispatchkitError, ValueError):
-    """A state file could not be used."""
+    """Raised if a state file cannot be used."""
 
 
 def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
@@ -47,7 +48,7 @@ def write_state(path: Path, fingerprint: Mapping[str, str], arms: Iterable[Arm])
     """Write the estimates of arms to a file, completely or not at all.
 
     Raises:
-        ConfigError: The file cannot be written; an existing one is kept.
+        ConfigError: The file cannot be written; an existing file is kept.
     """
     body = {
         "fingerprint": dict(fingerprint),
@@ -76,9 +77,9 @@ def read_state(
             raw = stream.read(_MAX_BYTES + 1)
         data = json.loads(raw)
     except (OSError, ValueError, RecursionError) as error:
-        raise StateError(f"{path} cannot be read as JSON ({error}).") from error
+        raise StateError(f"{path} cannot be read as JSON ({error}). {_NEXT_STEP}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise StateError(f"{path} is not a state file of the adaptive policy.")
+        raise StateError(f"{path} is not a state file of this policy. {_NEXT_STEP}")
     if data.get("version") != VERSION:
         raise StateError(
             f"{path} has version {data.get('version')!r}; only version {VERSION} can be read. "
@@ -86,11 +87,13 @@ def read_state(
         )
     body = {"fingerprint": data.get("fingerprint"), "arms": data.get("arms")}
     if data.get("digest") != _digest(body):
-        raise StateError(f"{path} does not match its digest; it was truncated or changed.")
+        raise StateError(
+            f"{path} was truncated or changed: its digest does not match. {_NEXT_STEP}"
+        )
     if body["fingerprint"] != dict(fingerprint):
         raise StateError(
             f"{path} was learned for the fingerprint {body['fingerprint']}, "
-            f"not for {dict(fingerprint)}."
+            f"not for {dict(fingerprint)}. Use one file per fingerprint."
         )
     try:
         read = []
@@ -102,7 +105,7 @@ def read_state(
         return read
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = shortened(str(error))
-        raise StateError(f"{path} contains an invalid arm ({why}).") from error
+        raise StateError(f"{path} contains an invalid arm ({why}). {_NEXT_STEP}") from error
 
 
 def _digest(body: Mapping[str, Any]) -> str:

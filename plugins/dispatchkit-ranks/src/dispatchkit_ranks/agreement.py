@@ -1,8 +1,8 @@
 """Exchanges of small rows over a process group, each with a time limit.
 
 A failed collective leaves connections in an undefined state, so the first failure ends the
-agreement. Closing its group wakes the other ranks. Each rank then reads the notes that ranks left
-in the store, to find the rank that caused the failure.
+agreement. Closing the process group wakes the other ranks. Each rank then reads the notes in the
+store to find the rank that caused the failure.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ ROW_WIDTH = _ROW + MAX_COLUMNS
 # A collective waits several times, and its limit restarts with each wait. Two limits and the time
 # for notes must fit into the timeout.
 _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
-# A rank without a note is reported as one that never arrived. On a busy machine, a rank may need
-# this long to leave its note.
+# Minimum time to wait for notes, because a rank on a busy machine may need this long to leave one.
+# A rank without a note is reported as never having arrived.
 _MIN_NOTES_SECONDS = 1.0
-# Other ranks wait at least this share of a collective's limit, counted from the last collective.
+# After a collective, other ranks wait in the next one for at least this share of its time limit.
+# Until then, no rank can have stopped, so no check is needed.
 _SHARE_UNTIL_CHECK = 0.5
 # Time limit for leaving a note in a store that does not answer.
 _SECONDS_FOR_OWN_NOTE = 0.5
@@ -67,15 +68,15 @@ class AgreementStats:
 class RankAgreement:
     """The ranks of a process group and their exchanges.
 
-    All ranks must create an agreement at the same point, where versions are compared. It creates
-    its own process group with the same members, so that its collectives do not queue behind others,
-    and closes that group when it ends.
+    All ranks must create an agreement at the same point, where versions are compared. An agreement
+    creates a separate process group with the same members, so that its collectives do not queue
+    behind other collectives. It closes this group when it ends.
 
     Args:
         group: A torch.distributed process group; by default the group of all ranks.
-        timeout: Maximum time in seconds until every rank stops if another rank does not reach a
-            step. With a timeout below 15 seconds, or if the store does not answer, this may take
-            two seconds longer. A rank is late after 0.4 of the timeout.
+        timeout: Maximum time in seconds until all ranks stop if one rank does not reach a step.
+            With a timeout below 15 seconds, or if the store does not answer, stopping may take two
+            seconds longer. A rank is late after 0.4 of the timeout.
         setup_timeout: The timeout in seconds for start-up, captures and the first step, which ranks
             may reach at very different times.
         device: The device of the exchange. The default is the CPU with gloo, which does not delay
@@ -222,7 +223,7 @@ class RankAgreement:
         return [part.decode() for part in self._collect(text.encode(), self.size, self.rank)]
 
     def share(self, text: str) -> str:
-        """Return the text of rank 0; those of other ranks are ignored."""
+        """Return the text of rank 0; the texts of other ranks are ignored."""
         given = text.encode() if self.rank == 0 else b""
         return self._collect(given, 1, 0)[0].decode()
 
@@ -367,7 +368,8 @@ class RankAgreement:
         self, error: Exception, seconds: float, limit: float, where: str
     ) -> RankError:
         """End the agreement after a failed collective; return the error that names the cause."""
-        # A timeout and a lost connection both raise RuntimeError; only gloo's text differs.
+        # A timeout and a lost connection both raise RuntimeError. Only gloo's messages distinguish
+        # them.
         timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
         own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
         # Leave the note first: a late rank may still receive data from an aborted NCCL

@@ -1,7 +1,8 @@
 """The facts of a step in a configuration with axes.
 
-All ranks pad an axis to the largest value of any rank. The value of an exact axis changes what the
-step computes: if ranks have different values, no graph can serve them.
+All ranks pad an axis to the largest value of any rank. An exact axis cannot be padded, because its
+value changes the result of a step. If ranks have different values of an exact axis, no graph can
+serve the step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dispatchkit.keys import DispatchConfig
 
 from dispatchkit_ranks.facts import ALL_ON, AgreedBatch, Facts
 
-# Rows cannot represent larger numbers, and larger values are outside every bucket.
+# Largest value that a row can represent; larger values are outside all buckets.
 _MAX_VALUE = 1 << 62
 
 

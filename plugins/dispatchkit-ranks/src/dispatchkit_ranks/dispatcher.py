@@ -37,15 +37,15 @@ class RankedDispatcher:
 
     Args:
         dispatcher: The dispatcher of this rank. It must not be lazy, because a graph captured
-            during a step may fail on one rank only. Its graphs may already be captured, or are
-            captured later by ``capture``.
+            during a step may fail on one rank only. Its graphs may be captured before,
+            or later by ``capture``.
         ranks: The ranks that decide together, such as a ``RankAgreement``.
         same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
             one scheduler. With a stateless policy, such steps need no exchange.
-        check_every: With ``same_batches``, exchange in every step whose number is a multiple
-            of this, to detect different batches, merge lost keys and distribute the leader's
-            table. 0 disables the exchange. The default is 0; with a LeaderPolicy, it is
-            ``epoch_steps``.
+        check_every: With ``same_batches``, the number of steps from one exchange to the next. An
+            exchange detects different batches, merges lost keys and distributes the leader's
+            table. 0 disables exchanges. The default is ``epoch_steps`` with a LeaderPolicy, and 0
+            with other policies.
         epoch_steps: With a LeaderPolicy, the minimum number of steps between two epochs.
         switches: Names of further yes-or-no choices that change the collectives in a step.
             ``agree`` takes and returns them as bits in this order.
@@ -133,7 +133,7 @@ class RankedDispatcher:
         }
         base = None if self._leader is None else self._leader.base
         ranks.compare(fingerprint(dispatcher, {**own, **self._compared}, policy=base))
-        # A swap replaces this object, which reveals a swap without a comparison.
+        # A swap replaces this object, so an identity check detects the swap.
         self._graphs = dispatcher.graphs
         self.sync_keys()
 
@@ -161,8 +161,9 @@ class RankedDispatcher:
         """Return the facts of this step that all ranks agreed on.
 
         Every rank must call this in every step, an idle rank with 0 tokens. If the result has
-        tokens, an idle rank must run a dummy batch of that size. Pass the first five fields exactly
-        once to ``dispatch`` of the dispatcher, or of the runner that owns it.
+        tokens, an idle rank must run a dummy batch of that size. Pass the first five fields of the
+        result exactly once to ``dispatch`` of the dispatcher, or of the runner that owns the
+        dispatcher.
 
         Args:
             num_tokens: Number of unpadded tokens of this rank.
@@ -230,14 +231,14 @@ class RankedDispatcher:
         """Capture keys on all ranks in the same order, largest first.
 
         Args:
-            capture: Function that captures a key and records it in the registry. It is also called
-                for keys that are captured here but not on another rank. If it raises an error, the
-                key fails.
+            capture: Function that captures a key and records the graph in the registry. It is also
+                called for keys that this rank has captured, but another rank has not. If it raises
+                an error, the key fails.
             keys: The keys to capture, the same on all ranks; by default all declared keys.
 
         Returns:
-            The keys that some rank could not capture and no rank uses, with the reason by rank
-            index.
+            The keys that no rank uses because a rank could not capture them, with the reason by
+            rank index.
         """
         registry = self.dispatcher.registry
         self._keys.restore_all()
@@ -262,18 +263,18 @@ class RankedDispatcher:
         return {key: lost[key] for key in order if key in lost}
 
     def sync_keys(self) -> dict[GraphKey, dict[int, str]]:
-        """Exchange the states of all keys, and withhold keys that a rank cannot run.
+        """Exchange the states of all keys, and withhold keys that some rank cannot run.
 
-        All ranks must call this at the same point. Steps with an exchange do so automatically. If
-        steps exchange nothing, call this after enabling or disabling keys.
+        All ranks must call this at the same point. Steps with an exchange do this automatically.
+        Without exchanges, call this after enabling or disabling keys.
 
         Returns:
             The keys that some rank cannot run, with the reason by rank index.
         """
         lost = self._keys.merge_reports(self.ranks.gather(self._keys.report()))
         if self._leader is not None:
-            # A key that changed on one rank has cleared cells there, including one-shot decisions.
-            # Make all ranks continue with an empty table.
+            # A change of a key on one rank has emptied cells of that rank's table, including
+            # one-shot decisions. Make all ranks continue with an empty table.
             self.dispatcher.set_lazy(False)
         return lost
 

@@ -17,8 +17,8 @@ class ExchangeGroup:
     """A process group for the exchanges of one agreement, with gloo on the CPU or with NCCL.
 
     It does not use ``torch.distributed.new_group``. If only the members create a group, that
-    function derives the group's name from them, and a second group of the same members reads the
-    first group's addresses from the store.
+    function derives the group's name from its members. A second group of the same members would
+    then read the first group's addresses from the store.
 
     Args:
         store: The store for exchanging addresses.
@@ -89,13 +89,13 @@ class ExchangeGroup:
         if self._is_on_cpu:
             work.wait()
             return
-        # wait() of NCCL orders streams, without a time limit on the host.
+        # NCCL's wait() only orders streams; it has no time limit on the host.
         deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
-        # A failed collective also counts as completed; wait() with a timeout raises its error. The
-        # collective has ended, so this does not block.
+        # A failed collective also counts as completed, and wait() with a timeout raises its error.
+        # wait() does not block here, because the collective has ended.
         work.wait(self._options.timeout)
 
 
@@ -109,7 +109,7 @@ def _nccl(store: Any, rank: int, size: int, seconds: float) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    # NCCL's watchdog terminates the process, so its limit must be longer than that of the
+    # NCCL's watchdog terminates the process at a time limit, which must exceed the limit of the
     # agreement.
     options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - there is no public name
     return ProcessGroupNCCL(store, rank, size, options)

@@ -40,8 +40,8 @@ class AgreedBatch(NamedTuple):
         ceiling: Code of the runtime modes that every rank allows, limited to the lowest mode
             that any rank would choose for its own batch.
         switches: The switches that are on for every rank, as bits in their declared order.
-        axes: The value that all ranks pad each axis to: the largest of any rank. None for an exact
-            axis whose values differ between ranks; no graph can then serve the step.
+        axes: For each axis, the value that all ranks pad to, which is the largest of any rank. None
+            for an exact axis whose values differ between ranks; no graph can then serve the step.
     """
 
     num_tokens: int
@@ -59,7 +59,8 @@ class Facts:
     Args:
         config: The configuration with the query classes.
         switches: Names of further yes-or-no choices that change the collectives in a step
-            (microbatches, the kind of all-to-all). A switch is on if it is on for all ranks.
+            (microbatches, the kind of all-to-all). A switch takes effect only if it is on for all
+            ranks.
         more: Number of additional columns at the end, for subclasses.
 
     Attributes:
@@ -105,7 +106,8 @@ class Facts:
         """Return the row of a batch.
 
         Args:
-            num_tokens: Number of unpadded tokens. An idle rank passes 0 and restricts only modes.
+            num_tokens: Number of unpadded tokens. An idle rank passes 0, so that its row restricts
+                only the modes.
             num_reqs: Number of requests; 0 if unknown.
             uniform: Query class, see ``Dispatcher.dispatch``.
             loras: Number of active adapters.
@@ -163,10 +165,10 @@ class Facts:
 def _too_many(
     config: DispatchConfig, switches: tuple[str, ...], left: int, more: int
 ) -> ConfigError:
-    """Return the error for a row that is too long; it names the setting to reduce.
+    """Return the error for a row that is too long, which names the setting to reduce.
 
     Args:
-        config: The configuration of the facts.
+        config: The configuration whose facts do not fit.
         switches: Names of the switches.
         left: Number of columns available for axes and switches.
         more: Number of columns that the axes need.

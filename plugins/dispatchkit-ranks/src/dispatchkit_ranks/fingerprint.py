@@ -101,7 +101,7 @@ def deviating_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) 
 
 
 def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
-    """Return a policy's decisions around each size, as if all graphs were captured."""
+    """Return a policy's decisions at and just above each size, as if all graphs were captured."""
     config = dispatcher.config
     registry = GraphRegistry()
     registry.declare(sorted(dispatcher.registry, key=str))

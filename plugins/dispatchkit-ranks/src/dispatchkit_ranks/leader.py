@@ -124,10 +124,10 @@ class LeaderPolicy:
         )
 
     def apply_updates(self, text: str, dispatcher: Dispatcher) -> int:
-        """Apply published updates, and return the number of applied updates.
+        """Apply published updates, and return how many were applied.
 
-        Updates with decisions that are not allowed are ignored on all ranks, and counted as learner
-        errors.
+        Updates with decisions that are not allowed are ignored on all ranks. The leader counts them
+        as learner errors.
         """
         keys = {str(key): key for key in dispatcher.registry}
         served = 0
@@ -163,7 +163,7 @@ class LeaderPolicy:
         if self._once.first():
             warnings.warn(
                 f"Policy {policy_name(self.learner)!r}, {method}: raised "
-                f"{type(error).__name__}: {error}. The ranks continue with the updates that it "
+                f"{type(error).__name__}: {error}. The ranks continue with the updates that were "
                 "published before.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -202,7 +202,7 @@ def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
     name, reason, timed = answer
     if name is None:
         return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
-    # Without the key, None resets the cell to the base policy, as on every other rank.
+    # If the key was removed, None resets the cell to the base policy, as on all other ranks.
     key = keys.get(name)
     decision = None if key is None else Decision.replay(key, reason, timed=timed)
     return CellUpdate(batch, decision, one_shot)

@@ -33,15 +33,15 @@ from dispatchkit_ranks.verdict import (
 )
 
 _T = TypeVar("_T")
-# Set with every note, so that a single query shows whether there are any.
+# Key that is set with every note, so that a single query shows whether any rank has stopped.
 _STOPPED = "stopped"
 
 
 class Notes:
     """The notes of one agreement in a torch.distributed store.
 
-    Every call has a time limit. If the process that hosts the store is frozen, clients wait
-    forever, so a thread makes each call and is abandoned if it hangs.
+    Every call has a time limit. If the process that hosts the store is frozen, a call would wait
+    forever. Each call therefore runs in a thread, which is abandoned if the call hangs.
 
     Args:
         store: Any torch.distributed store.
@@ -162,8 +162,7 @@ class Notes:
     def _are_set(self, keys: list[str], seconds: float) -> bool:
         """Wait for keys; return whether all are set in time.
 
-        This polls the store. The store's ``wait`` cannot time out if a frozen store does not
-        answer.
+        Polls the store, because the store's own ``wait`` never times out if the store is frozen.
         """
         deadline, pause = time.monotonic() + seconds, 0.002
         while keys and not self._store.check(keys):
@@ -178,7 +177,7 @@ class Notes:
         found: list[_T] = []
 
         def run() -> None:
-            # The store raises only RuntimeErrors; the result is then None.
+            # The store raises only RuntimeError; the method then returns None.
             with contextlib.suppress(RuntimeError):
                 found.append(call())
 
@@ -190,7 +189,7 @@ class Notes:
 
 def _call_limit(seconds: float) -> float:
     """Return the time limit of a call that waits for ``seconds``."""
-    # A TCPStore resolves its clients' names for its log, and blocks other clients meanwhile.
+    # While a TCPStore resolves a client's host name for its log, it blocks other clients.
     return seconds + max(2.0, seconds)
 
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class RankedRunner:
     """A runner that uses the same mode and padded size on all ranks.
 
-    Every rank must create this object at the same point, call ``capture``, and then call the runner
-    once in every step, or ``idle`` if it has no batch.
+    All ranks must create this object at the same point and call ``capture``. In every step, each
+    rank then calls the runner once, or calls ``idle`` if the rank has no batch.
 
     Args:
         runner: The runner of this rank, created with ``lazy=False``.
         ranks: The ranks that decide together, such as a ``RankAgreement``.
         inputs: The runner's static inputs; their fill values pad this rank's batch if another rank
             has a larger batch.
-        options: Options of ``RankedDispatcher``.
+        options: Further arguments of ``RankedDispatcher``.
 
     Attributes:
         runner: The runner of this rank.
@@ -111,9 +111,9 @@ class RankedRunner:
                 declaration. Nothing has been exchanged.
             DescriptorError: A fact is outside the limits. Nothing has been exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises this error.
-            RankError: A rank is late, has left or has raised an error. Or another rank has a larger
-                axis value, and no capture on this rank has measured how to trim the outputs
-                (``not_measured``).
+            RankError: A rank is late, has left or has raised an error. Also raised, with reason
+                ``not_measured``, if another rank has a larger axis value and no capture on this
+                rank has measured how to trim the outputs.
             ReplayError: The agreed graph could not be replayed. This error, like any error of the
                 step, ends the agreement, because other ranks may be in a collective of the step.
         """
@@ -372,7 +372,7 @@ def _cut(leaf: Any, own: int, rows: int) -> Any:
 
 
 def _shape_or_type(value: object) -> str:
-    """Describe an input in an error."""
+    """Return the shape of a tensor, or the type of another value, for an error message."""
     if isinstance(value, torch.Tensor):
         return f"shape {tuple(value.shape)}"
     return type(value).__name__

@@ -18,11 +18,12 @@ class SharedKeys:
     Every change of a key must be exchanged before the next decision.
 
     Args:
-        dispatcher: The dispatcher with the keys.
+        dispatcher: Dispatcher whose keys are restricted.
 
     Attributes:
         has_changes: Whether a key changed on this rank since the last exchange.
-        withheld: Keys that are ready on this rank but not used, with the reason by rank index.
+        withheld: Keys that this rank can run but another rank cannot, with the reason by rank
+            index.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -52,10 +53,10 @@ class SharedKeys:
         return json.dumps({"ready": sorted(ready), "lost": lost})
 
     def merge_reports(self, reports: Sequence[str]) -> dict[GraphKey, dict[int, str]]:
-        """Withhold keys that are not ready on every rank, and restore keys that are.
+        """Withhold keys that some rank cannot run, and restore keys that all ranks can run.
 
         Args:
-            reports: The report of each rank.
+            reports: The return value of ``report`` on each rank, in order.
 
         Returns:
             The keys that some rank cannot run, with the reason by rank index.
@@ -105,7 +106,7 @@ class SharedKeys:
             self._registry.set_enabled(True, key=key)
 
     def _why_not(self, key: GraphKey) -> str | None:
-        """Return the reason why this rank cannot run a key, ignoring withheld keys."""
+        """Return the reason why this rank cannot run a key, ignoring whether it is withheld."""
         why = self._dispatcher.graphs.why_not(key)
         if why != Reason.DISABLED or key not in self.withheld:
             return why

@@ -44,7 +44,7 @@ class Verdict:
 
 
 def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: str) -> Verdict:
-    """Return which ranks made the others stop.
+    """Return the ranks that made the others stop, and the reason.
 
     Args:
         notes: The notes that were found, by global rank.
@@ -88,7 +88,11 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
             f"Rank {last} reached {where} too late: other ranks had stopped after {waited:.3g} s. "
             f"Last step: {step}.{this}",
         )
-    return Verdict((), "connection", f"A connection between the ranks broke during {where}.")
+    return Verdict(
+        (),
+        "connection",
+        f"A connection between the ranks broke during {where}. Check the logs of all ranks.",
+    )
 
 
 def store_verdict(host: int | None, own: Note, where: str) -> Verdict:
