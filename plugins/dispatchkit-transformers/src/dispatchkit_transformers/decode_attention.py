@@ -1,10 +1,10 @@
-"""Attention for a few new tokens per sequence, which reads a static cache once, without copies.
+"""Attention for a few new tokens per sequence that reads a static cache only once.
 
 The ``sdpa`` of transformers passes one mask per row, which some kernels do not support. Some
-releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports both
-masks and shared heads, and is used where available: 16-bit types on CUDA devices with compute
+releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports masks per
+row and shared heads. It is used where available: for 16-bit types on CUDA devices with compute
 capability 8.0 or higher. Elsewhere, two small matrix products per key head compute the result.
-They do not repeat or copy the cache, and store one score per position for each token.
+These products do not repeat or copy the cache, and store one score per position for each token.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` selects this implementation from the registry
 of transformers. Prompts and unsupported calls fall back to ``sdpa``.
@@ -33,9 +33,9 @@ _SDPA_ONLY = ("position_bias", "head_mask")
 # Maximum number of tokens per row in a step, including drafts. Longer calls are prompts.
 _MOST_TOKENS = 8
 
-# torch's conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Releases up
-# to 9.15.0 return wrong results for lengths that are not multiples of 128. Heads larger than 128
-# are supported on some devices only.
+# torch's conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). cuDNN
+# up to 9.15.0 returns wrong results for lengths that are not multiples of 128. Some devices do not
+# support heads larger than 128.
 _CUDNN_WRONG_TO, _CUDNN_LARGEST = 91500, 128
 
 
@@ -49,7 +49,7 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention; the signature is that of transformers' attention functions.
+    """Compute attention, with the signature of transformers' attention functions.
 
     Shapes: query (B, heads, T, size), key (B, key heads, positions, size), value (B, key heads,
     positions, value size), mask (B or 1, 1, T, positions). A boolean mask is True where a token
@@ -93,17 +93,16 @@ def decode_attention(
     if _for_cudnn(query, key, value, mask):
         if mask is not None and mask.dtype == torch.bool:
             mask = additive(mask, query.dtype)
-        # Call the kernel directly: torch's sdpa may prefer another kernel, or one that repeats
-        # keys.
+        # Call the kernel directly, because torch's sdpa may choose another kernel or repeat keys.
         one: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, False, scale=scaling
         )[0]
         return one.transpose(1, 2), None
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
-    # Scale the query first: products stay within the dtype's range, and the query has fewer
-    # elements than the scores. Use few operations, because their number determines the time of a
-    # small model.
+    # Scale the query instead of the scores: the products then stay within the dtype's range, and
+    # the query has fewer elements. Use few operations, because their number determines the time of
+    # a small model.
     grouped = query.reshape(rows, shared, heads // shared * length, size)
     scores = (grouped * scale) @ key.transpose(2, 3)
     if mask is not None:

@@ -32,8 +32,8 @@ def decode_step(
     likely next tokens (B,), or the logits (B, V) in float32, and the next positions (B,).
 
     Args:
-        probe: The probe of the model.
-        memory: The cache.
+        probe: Description of how the model must be called.
+        memory: Cache that the step reads and writes.
         lengths: Cache lengths that the step may read, ascending.
         forward: The model, or a compiled version of it.
         wants_logits: Whether to return logits instead of tokens.
@@ -80,13 +80,14 @@ def verify_step(
       number of drafts (B, ``num_draft_tokens`` + 3);
     - the token after the last accepted draft (B,), and its position (B,).
 
-    Negative values, and drafts beyond the end of the cache, are ignored. The keys and values of
+    Negative drafts, and drafts beyond the end of the cache, are ignored. The keys and values of
     rejected drafts stay in the cache, beyond the end of the row, and are overwritten before a token
     attends to them.
 
     Args:
-        probe: The probe of the model.
-        memory: The cache, with at least ``num_draft_tokens`` spare positions.
+        probe: Description of how the model must be called.
+        memory: Cache that the step reads and writes, with at least ``num_draft_tokens`` spare
+            positions.
         lengths: Cache lengths that the step may read, ascending.
         forward: The model, or a compiled version of it.
         num_draft_tokens: Number of drafts per row.
@@ -128,8 +129,8 @@ def verify_step(
 def length_to_read(lengths: Sequence[int], length: int) -> int:
     """Return the smallest cache length that covers ``length``.
 
-    Eager steps pass the exact length. The probe for outputs that depend on the length may pass one
-    more than the largest of ``lengths``; the result is then the largest.
+    If ``length`` exceeds all ``lengths``, return the largest: a runner may pass a larger length to
+    measure how outputs depend on it. Eager steps pass the exact length.
 
     Args:
         lengths: Cache lengths that steps may read, ascending.

@@ -5,7 +5,8 @@
 
 ``generate`` takes the arguments of the model's own ``generate`` and returns the same tokens. It
 calls that method with the decoder as ``custom_generate``. The loop of a server calls ``admit``,
-``step`` and ``drop``, and ``verify`` instead of ``step`` to verify drafts (``speculation.py``).
+``step`` and ``drop``. To verify drafts, it calls ``verify`` instead of ``step``; see
+``speculation.py``.
 
 Requires transformers 4.57.1 to 5.x. Each token of a batch is one step of a ``GraphRunner``, which
 has a graph for each batch size and cache length. Prompts run eager, or through graphs if
@@ -100,9 +101,10 @@ class DecoderStats:
 
 
 class GraphDecoder:
-    """A decoder of many sequences, one token per step, padded to a captured batch size.
+    """A decoder that runs many sequences as one batch, one token per step.
 
-    The live sequences are rows 0 to ``num_rows`` - 1, in the first slots of the cache.
+    Each batch is padded to a captured size. The live sequences are rows 0 to ``num_rows`` - 1, in
+    the first slots of the cache.
 
     Args:
         model: A transformers model that can generate text, in evaluation mode.
@@ -118,8 +120,8 @@ class GraphDecoder:
         num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with windows
             store this number of additional positions.
         compile: True compiles the whole step with ``torch.compile``, including cache writes and
-            the choice of tokens, and captures the compiled kernels. A function receives the step
-            and returns the function to run instead.
+            the choice of tokens, and captures the compiled kernels. If this is a function, it
+            receives the step and returns a replacement.
         forward: Function that replaces the model in a step, such as ``torch.compile(model)``.
         policy: The policy of the runners, or its name.
         state: Further state of the step, see ``GraphRunner``.
@@ -223,8 +225,9 @@ class GraphDecoder:
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
-        # The end of the positions ever written in each row, including rejected and discarded ones.
-        # It is higher after an eager prompt, so that the prompt cannot be truncated.
+        # For each row, the end of all positions ever written, including rejected and discarded
+        # positions. After a prompt, `max_discarded` is added, so that the prompt cannot be
+        # truncated.
         self._ends: list[int] = []
         # Whether an interrupted step left tokens and cache in an unknown state.
         self._is_amid_step = False
@@ -439,7 +442,7 @@ class GraphDecoder:
         self._ends, self._lengths, self._is_amid_step = ends, kept, False
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Drop rows; the last rows take their slots, on the device.
+        """Drop rows, and move the last rows to the freed slots on the device.
 
         Returns:
             The previous index of each remaining row, in the new order.
@@ -533,7 +536,7 @@ class GraphDecoder:
         return self._prompts.runner
 
     def invalidate(self) -> None:
-        """Release all graphs. Call this after weights were replaced instead of updated in place."""
+        """Release all graphs. Required after replacing weights, but not after in-place updates."""
         for runner in (*self._runners.values(), *self._prompts.runners):
             runner.invalidate()
 

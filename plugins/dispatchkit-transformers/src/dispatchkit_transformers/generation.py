@@ -1,8 +1,8 @@
 """The decoding loop of ``generate``: transformers chooses tokens, graphs run the steps.
 
 transformers prepares the prompt, the logits processors and the stopping criteria. Processors and
-criteria receive all rows in every step, as they do in transformers. Only the model is limited to
-the live rows.
+criteria receive all rows in every step, as they do in transformers. Only the model runs without
+the finished rows.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RowDecoder(Protocol):
 
     @property
     def model(self) -> Any:
-        """The model."""
+        """The transformers model that decodes."""
         ...
 
     @property
@@ -319,7 +319,7 @@ def _logits_of(decoder: RowDecoder, processors: Any) -> Callable[[], torch.Tenso
 
 
 class _Loop:
-    """One call of ``generate``."""
+    """The decoding loop of one call of ``generate``."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class _Loop:
         )
         rows = input_ids.shape[0]
         self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)
-        # The output row of each live row, and the same as a tensor (None while all rows are live).
+        # The output row of each live row, as a list and as a tensor (None while all rows are live).
         self.live = list(range(rows))
         self.index: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
@@ -419,7 +419,7 @@ class _Loop:
         self.index = torch.tensor(self.live, dtype=torch.int64, device=self.ids.device)
 
     def _widen(self, values: torch.Tensor) -> torch.Tensor:
-        """Scatter the live rows' values to all output rows; other rows keep their last values."""
+        """Return the live rows' values and the last values of other rows, in output order."""
         if self.index is None:
             return values
         if self.full is None or self.full.dtype is not values.dtype:
@@ -433,7 +433,7 @@ def check_prompts(input_ids: Any) -> None:
     """Check that prompts are a tensor of tokens (B, T).
 
     Raises:
-        InputError: The prompts are anything else.
+        InputError: The prompts have another type, dtype or shape.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
         hint = "For a list of tokens, pass torch.tensor([tokens])."
@@ -467,7 +467,7 @@ def check_mask(attention_mask: Any, input_ids: torch.Tensor) -> None:
 
 
 def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[int]:
-    """Return the number of padding tokens before each prompt; waits for the device with a mask.
+    """Return the number of padding tokens before each prompt. With a mask, waits for the device.
 
     Raises:
         InputError: The tokens or the mask are invalid, or padding is not on the left.
@@ -478,7 +478,7 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
         return [0] * rows
     check_mask(attention_mask, input_ids)
     counts = attention_mask.sum(-1)
-    # With padding only on the left, the ones of each row are at its end.
+    # If padding is only on the left, each row of the mask ends with its ones.
     ahead = torch.arange(width, device=attention_mask.device) >= (width - counts).unsqueeze(1)
     if not torch.equal(attention_mask.bool(), ahead) or not bool((counts > 0).all()):
         raise InputError(

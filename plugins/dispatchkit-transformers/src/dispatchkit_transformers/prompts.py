@@ -2,8 +2,8 @@
 
 A chunk is a step with T tokens for each of B prompts. It writes keys and values to the prompts'
 slots and attends to the contents of the slots. Recurrent layers continue from the states in the
-slots. Prompts are padded on the left, so padding is in the first chunk, before any state, and the
-last token of the last chunk is the last token of every prompt.
+slots. Prompts are padded on the left. Padding is therefore in the first chunk, before any state,
+and the last token of the last chunk is the last token of every prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mas
 
 
 def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int, ...]:
-    """Return the chunk sizes, ascending.
+    """Return the validated chunk sizes, ascending.
 
     Raises:
         ConfigError: A size is invalid or exceeds ``max_length``.
@@ -97,12 +97,12 @@ def prompt_step(
     """Return a function that runs one chunk.
 
     The function takes tokens and positions (B, T), the slot of each prompt (B,), and the cache
-    length to read. Padding has the position ``memory.sink``. It returns the logits after the last
-    token (B, V), float32.
+    length to read. The position of padding is ``memory.sink``. The function returns the logits
+    after the last token (B, V), float32.
 
     Args:
-        probe: The probe of the model.
-        memory: The cache.
+        probe: Description of how the model must be called.
+        memory: Cache that the chunks read and write.
         lengths: Cache lengths that a chunk may read, ascending.
     """
     last = memory.length - 1
@@ -140,10 +140,10 @@ def prompt_step(
 
 
 def _with_padding(masks: Any, tokens: torch.Tensor) -> Any:
-    """Add the padding mask for layers without keys.
+    """Return masks in which layers without keys get the padding mask.
 
-    Padding precedes a prompt, where states are zero, and masked padding keeps them zero. The
-    model's own ``generate`` pads these layers in the same way.
+    States are zero before a prompt, and masked padding keeps them zero. The model's own
+    ``generate`` passes the same mask to these layers.
 
     Args:
         masks: Masks of the layers with keys, in the model's format.
@@ -162,7 +162,7 @@ def split_into_chunks(
     Args:
         input_ids: Prompts (B, T), padded on the left.
         lengths: Number of tokens of each prompt.
-        chunks: Chunk sizes; their sum must be at least the longest prompt.
+        chunks: Chunk sizes; their sum must be at least the length of the longest prompt.
         sink: The position of padding.
     """
     width, total = max(lengths), sum(chunks)
@@ -182,7 +182,7 @@ def chunks_match_prompts(probe: Probe, length: int, *, whole: bool) -> bool:
     """Return whether chunks return the same logits as whole prompts of different lengths.
 
     Args:
-        probe: The probe of the model.
+        probe: Description of how the model must be called.
         length: Number of positions of the cache.
         whole: Whether to run each prompt in one chunk instead of two.
     """
@@ -225,12 +225,12 @@ def _continues(
 ) -> bool:
     """Return whether a chunk's logits depend on each of its initial states.
 
-    Some classes use states only for single tokens, and ignore them in longer calls. Comparing
-    logits with a tolerance does not detect this in 16-bit dtypes, but zeroing an ignored state
-    changes no bit.
+    Some model classes use states only for single tokens, and ignore them in longer calls. In 16-bit
+    dtypes, comparing logits with a tolerance does not detect this. Zeroing each state does: if the
+    state is ignored, the logits do not change.
 
     Args:
-        memory: The cache.
+        memory: Cache whose states are zeroed, one at a time.
         found: The states before the chunk.
         run: Function that runs the chunk again and returns its logits.
         logits: The logits of the first run.
@@ -247,7 +247,7 @@ class PromptRunner:
     """A runner of prompts, which go through graphs in chunks.
 
     Args:
-        probe: The probe of the model.
+        probe: Description of how the model must be called.
         memory: The cache that prompts are written to.
         lengths: Cache lengths that graphs read, ascending.
         sizes: Chunk sizes in tokens, ascending. The largest also limits the total number of tokens
@@ -286,11 +286,11 @@ class PromptRunner:
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """The runner of the chunks."""
+        """The runner of the chunks, as a tuple."""
         return (self.runner,)
 
     def choose(self, rows: int, width: int) -> tuple[str, Run | None]:
-        """Return ``graphs`` and the function to run, or the eager reason and None."""
+        """Return ``graphs`` and the function to run, or the reason for running eager and None."""
         if self._chunks(rows, width, whole=self._whole):
             return GRAPHS, self.run
         if self._chunks(rows, width, whole=False):
@@ -345,7 +345,7 @@ class PromptRunner:
 
 @attrs.frozen
 class EagerPrompts:
-    """The replacement of a ``PromptRunner`` if all prompts run eager.
+    """The substitute for a ``PromptRunner`` if all prompts run eager.
 
     Attributes:
         reason: The reason for running eager.
@@ -355,11 +355,11 @@ class EagerPrompts:
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """Always empty."""
+        """The runners of prompts; always empty."""
         return ()
 
     def choose(self, rows: int, width: int) -> tuple[str, Run | None]:
-        """Return the reason for running eager."""
+        """Return the reason for running eager, and None."""
         return self.reason, None
 
     def capture(self, *, progress: bool = False) -> int:
@@ -374,7 +374,7 @@ def prompt_runner(
     sizes: tuple[int, ...],
     settings: Mapping[str, Any],
 ) -> PromptRunner | EagerPrompts:
-    """Return the runner of prompts, or the reason why all prompts run eager.
+    """Return a runner of prompts, or ``EagerPrompts`` with the reason why all prompts run eager.
 
     The arguments are those of ``PromptRunner``. Without sizes, all prompts run eager.
     """

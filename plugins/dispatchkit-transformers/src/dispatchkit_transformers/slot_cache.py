@@ -5,8 +5,8 @@ differs between slots, and a step reads a view: as many slots as its capture siz
 positions as the length it was captured for. One cache therefore serves all graphs. Sequences join
 and leave as sessions of a ``SlotState``, which keeps them in the first slots.
 
-Rows without a sequence write to an additional position that is never read. Recurrent layers have no
-positions: there, rows without a sequence update the states of free slots.
+Rows without a sequence write to an additional position that is never read. In recurrent layers,
+which have no positions, these rows update the states of free slots.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SlotCache:
         length: Number of positions per sequence.
         cross: Layers of the cross-attention cache of transformers, if the model has one.
         source_length: Maximum number of positions of a source.
-        spare: Number of additional positions in layers with windows. Drafts that may be rejected
-            use them, because they must not overwrite positions that the next token attends to.
+        spare: Number of additional positions in layers with windows. These positions store drafts,
+            because a rejected draft must not overwrite positions that the next token attends to.
 
     Attributes:
         slots: The sequences and their memory. Tensors of equal shape share a bank (tensors, slots,
@@ -113,7 +113,7 @@ class SlotCache:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors that contain the memory of all layers."""
+        """The tensors of the banks, which contain the memory of all layers."""
         *blocks, _ = self.slots.tensors
         return blocks
 
@@ -153,7 +153,7 @@ class SlotCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of all layers, as steps access them."""
+        """The tensors of all layers, which are views of the banks."""
         return [one for memory in (*self._memory, *self._cross) for one in memory.values()]
 
     @property
@@ -166,15 +166,15 @@ class SlotCache:
         """Maximum number of last positions that a sequence can discard; None for no limit."""
         if self.states:
             return 0
-        # The next token overwrites its position anyway, so that position may be lost as well.
+        # Add 1, because the next token overwrites its own position anyway.
         return None if self._capacities == [self.length] else self._spare + 1
 
     @contextmanager
     def joining(self, rows: int) -> Iterator[int]:
         """Clear the next ``rows`` free slots for new sequences, and yield the first slot.
 
-        Masked positions get weight 0, but 0 * NaN is NaN, so stale positions must be zeroed. The
-        sequences leave again if the body raises.
+        Masked positions get weight 0, but 0 * NaN is NaN, so stale positions must be zeroed. If
+        the context raises an error, the sequences are removed again.
         """
         first, sequences = len(self.slots), list(itertools.islice(self._names, rows))
         try:
@@ -186,7 +186,7 @@ class SlotCache:
             raise
 
     def leave(self, rows: Iterable[int], lengths: Sequence[int]) -> list[SlotMove]:
-        """Remove sequences; the last sequences move into their slots, on the device.
+        """Remove sequences, and move the last sequences to the freed slots on the device.
 
         Args:
             rows: Slots of the sequences to remove.

@@ -8,7 +8,7 @@
 server. For each row, a step returns the accepted drafts and one more token. A ``Drafter`` supplies
 the drafts: ``PromptLookup``, ``DraftModel`` or your own class.
 
-The tokens are those of greedy decoding, independent of the drafts. Sampling is not supported.
+The tokens equal those of greedy decoding, regardless of the drafts. Sampling is not supported.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Drafter(Protocol):
     ) -> torch.Tensor:
         """Return drafts (rows, ``num_draft_tokens``) on the device; negative for no draft.
 
-        The tokens before the current one are the accepted drafts of earlier proposals, up to the
-        current position.
+        Of the drafts that the previous call returned, those before the current position were
+        accepted. They are not passed again.
 
         Args:
             tokens: The current token of each row (rows,), on the device.
@@ -74,8 +74,8 @@ class SpeculativeDecoder:
         drafter: The source of drafts, which gets the same rows as ``decoder``.
 
     Raises:
-        ConfigError: The drafter proposes more drafts than the decoder verifies, or the decoder has
-            rows.
+        ConfigError: The drafter proposes more drafts than the decoder verifies, or the decoder
+            already has rows.
 
     Thread safety: one thread at a time. While there are rows, do not call ``admit``, ``step`` or
     ``drop`` of the decoder itself.
@@ -142,7 +142,7 @@ class SpeculativeDecoder:
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there are no rows.
-            InputError: The rows of the decoder were changed by direct calls of the decoder.
+            InputError: Direct calls to the decoder changed its rows.
         """
         decoder = self.decoder
         if decoder.row_lengths != self._lengths:
@@ -174,8 +174,8 @@ class PromptLookup:
     """A drafter that repeats the tokens after an earlier occurrence of a row's last tokens.
 
     The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
-    the device. A lookup on the host would have to wait for each step. The device would be idle
-    meanwhile, longer for more rows.
+    the device. A lookup on the host would have to wait for each step, and the device would be idle
+    during the lookup, whose time grows with the number of rows.
 
     Args:
         decoder: The decoder whose rows get drafts.
@@ -242,7 +242,7 @@ class PromptLookup:
         known, last = self._tokens[: tokens.shape[0]], positions.unsqueeze(1)
         most = known.shape[1] - 1
         known.scatter_(1, last, tokens.unsqueeze(1))
-        # For each earlier position, the number of tokens up to it that equal the row's last tokens.
+        # For each earlier position, how many tokens that end there equal the row's last tokens.
         is_equal = self._ahead < last
         number = torch.zeros_like(known)
         for back in range(self._max_ngram):
@@ -271,8 +271,8 @@ class DraftModel:
             the vocabularies may differ by padding.
 
     Raises:
-        ConfigError: ``small`` supports fewer rows, positions or (by more than padding) tokens, has
-            no ``num_draft_tokens``, has an encoder, or has rows.
+        ConfigError: ``small`` has a smaller ``max_batch_size``, ``max_length`` or (beyond padding)
+            vocabulary, has no ``num_draft_tokens``, has an encoder, or already has rows.
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:

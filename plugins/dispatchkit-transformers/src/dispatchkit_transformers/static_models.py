@@ -21,8 +21,8 @@ from dispatchkit_transformers.slot_cache import SlotCache
 
 # Attention implementations that accept a separate mask for each row.
 _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
-#: Names of the cache argument: in transformers from about 5.20 on, in earlier releases, and in
-#: their Mamba models.
+#: Names of the cache argument: in transformers from about 5.20 on, in earlier releases, and in the
+#: Mamba models of earlier releases.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _ADVICE = "Call the model's own generate()."
 
@@ -171,7 +171,7 @@ class Probe:
         token.
 
         Args:
-            memory: The cache.
+            memory: Cache that the function reads and writes.
             length: Number of cache positions to read.
             forward: The model, or a compiled version of it.
             num_tokens: Number of tokens per row, T.
@@ -304,8 +304,9 @@ def probe(model: Any, max_length: int) -> Probe:
 def _with_mask_format(found: Probe, length: int) -> Probe:
     """Return the probe with the mask format for which steps match prompts.
 
-    The steps read a cache of ``length`` positions, as in use. This detects models that derive a
-    property, such as a window, from the number of keys: a static cache always has ``length`` keys.
+    The steps read a cache of ``length`` positions, as when decoding. This detects models that
+    derive a property, such as a window, from the number of keys: a static cache always has
+    ``length`` keys.
     """
     wrong: Exception | None = None
     candidates = [
@@ -332,7 +333,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
 
 
 def _cause(error: Exception | None) -> str:
-    """Return a model's exception as one line that ends a sentence; empty without one."""
+    """Return a model's exception as the end of a one-line message; empty without an exception."""
     return f": {type(error).__name__}: {str(error).partition(chr(10))[0]}" if error else ""
 
 
@@ -349,7 +350,7 @@ def _depends_on_past(found: Probe, length: int) -> bool:
         memory.source_mask.fill_(True)
         logits.append(found.step(memory, length, found.model, past=past)(token, position))
     first, again, last = logits
-    # Nondeterministic kernels prove nothing.
+    # With nondeterministic kernels, different logits prove nothing.
     return torch.equal(first, again) and not torch.equal(first, last)
 
 
@@ -357,7 +358,7 @@ def supports_drafts(found: Probe, length: int) -> bool:
     """Return whether a step of several tokens returns the same logits as prompts.
 
     Args:
-        found: The probe of the model.
+        found: Description of how the model must be called.
         length: Number of positions of the cache.
     """
     try:
@@ -375,7 +376,7 @@ def supports_drafts(found: Probe, length: int) -> bool:
 def _matches_prompts(
     found: Probe, length: int, trial: tuple[tuple[int, ...], ...], num_tokens: int = 1
 ) -> bool:
-    """Return whether steps of two tokens after prompts match the logits of whole sequences."""
+    """Return whether running the last two tokens in steps returns the logits of whole prompts."""
     rows = trial_prompts(found, trial, length - 1)
     memory = found.cache(
         len(rows), length, _TRIAL_SOURCE if found.cross else 0, spare=num_tokens - 1
@@ -415,7 +416,7 @@ def is_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _trial_source(found: Probe, length: int) -> Source | None:
-    """Return a plausible encoder output; None for decoder-only models."""
+    """Return a random encoder output; None for decoder-only models."""
     if not found.prefix:
         return None
     size = found.model.get_encoder().config.hidden_size

@@ -12,7 +12,7 @@ from dispatchkit_transformers.layers.step_rows import StepRows
 
 
 class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked
-    """View of a layer's keys and values for a step of one length.
+    """View of a layer's keys and values, for steps that read ``length`` positions.
 
     The layer stores all positions, or only the latest ones.
 
@@ -26,8 +26,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
 
     Attributes:
         is_sliding: Whether the layer has a window (transformers' term).
-        past: Value that ``get_seq_length`` returns. If None, it returns the position of each row's
-            first token (B, 1).
+        past: Return value of ``get_seq_length``. If this is None, ``get_seq_length`` returns the
+            position of each row's first token (B, 1).
     """
 
     keys: torch.Tensor
@@ -79,7 +79,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
                 # Tokens after the first may be rejected drafts. Earlier tokens give them weight
                 # 0, but 0 * NaN is NaN, so a NaN here would spread to accepted tokens.
                 states = states.nan_to_num(0.0, 0.0, 0.0)
-            # Inductor compiles this to an in-place write. For a scatter, it would copy all rows.
+            # Inductor compiles this assignment to an in-place write, but a scatter to a copy of all
+            # rows.
             memory[slots, :, written] = states.transpose(1, 2)
         return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
 

@@ -21,7 +21,7 @@ class RingMask:
         capacity: Number of positions that the ring stores.
         window: Number of latest positions that a token may attend to.
         chunk: Size of attention chunks: a token attends to positions from the last multiple of
-            this number. None without such chunks.
+            this number. None without chunked attention.
         sink: The position of padding.
     """
 
@@ -38,7 +38,7 @@ class RingMask:
             ahead: Consecutive integers from 0, at least ``capacity`` of them.
         """
         places, tokens = ahead[: self.capacity], positions.shape[1]
-        # The position in each entry of the ring before the chunk; negative for unused entries.
+        # The position that each ring entry holds before the chunk; negative for unused entries.
         last = positions.amin(1, keepdim=True) - 1
         held = last - (last - places) % self.capacity
         is_padding = positions >= self.sink
@@ -146,7 +146,7 @@ class ChunkHybrid(ChunkStates, HybridLayer, ChunkAttention):
 
 
 def chunk_layer(layer: Any) -> Any:
-    """Return a chunk's view of the memory behind ``layer``, a step's view."""
+    """Return a chunk's view of the same memory as ``layer``, a step's view."""
     if isinstance(layer, HybridLayer):
         return ChunkHybrid(*layer.banks, layer)
     if isinstance(layer, RecurrentLayer):

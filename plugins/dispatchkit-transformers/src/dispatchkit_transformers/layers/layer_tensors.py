@@ -26,10 +26,10 @@ class LayerTensor:
     Attributes:
         name: ``keys``, ``values``, ``convolution N`` or ``recurrence N``, N being the number of
             the state.
-        states: The tensor of transformers: keys or values (B, heads, T, head size), or a
+        states: The tensor in the transformers cache: keys or values (B, heads, T, head size), or a
             recurrent state (B, ...).
-        capacity: Number of positions that keys and values are stored for; None for recurrent
-            states and sources.
+        capacity: Number of positions whose keys and values are stored; None for recurrent states
+            and sources.
         source_length: Maximum number of positions of a source; None for other tensors.
     """
 
@@ -62,7 +62,7 @@ def write_prompts(
 
     Args:
         slots: One slot per row (B, heads, capacity + 1, head size).
-        states: The tensor of transformers (B, heads, T, head size).
+        states: Keys or values from the transformers cache (B, heads, T, head size).
         paddings: Number of padding positions at the start of each row.
         width: Number of positions of each row, padding included. ``states`` contains the last T of
             these positions.

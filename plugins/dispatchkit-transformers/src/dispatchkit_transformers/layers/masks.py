@@ -12,7 +12,7 @@ import torch
 #: format.
 Converter = Callable[[torch.Tensor], torch.Tensor]
 
-# The mask type of the attention in hybrid layers, whose recurrent part gets a different mask.
+# The mask type of the attention part of hybrid layers. The recurrent part gets a different mask.
 _ATTENTION_OF_HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
@@ -34,7 +34,7 @@ class StepMask:
         window: Number of latest positions that a token may attend to; None for all stored
             positions.
         chunk: Size of attention chunks: a token attends to positions from the last multiple of
-            this number. None without such chunks.
+            this number. None without chunked attention.
     """
 
     length: int
@@ -45,10 +45,10 @@ class StepMask:
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         """Return a mask (B, 1, T, length), True where tokens may attend.
 
-        In a ring buffer without spare entries, entries up to the row's position are valid: the
-        written part of a partly filled ring, or all of a full ring. A ring with spare entries also
-        contains rejected positions and positions outside the window. Its entries are valid if the
-        latest position that they can hold, up to the token's position, is in the window.
+        In a ring buffer without spare entries, all written entries are valid. A ring with spare
+        entries also contains rejected positions and positions outside the window. In this ring, an
+        entry is valid if the last position that maps to it, at or before the token's position, is
+        in the window.
 
         Args:
             positions: Positions of each row's tokens (B, T).
