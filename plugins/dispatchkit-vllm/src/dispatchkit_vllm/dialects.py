@@ -44,9 +44,9 @@ class Dialect:
         loras: The numbers of active adapters that have separate graphs.
         sizes_descending: Whether keys are declared in descending order of size.
         names_requests: Whether keys include a number of requests.
-        relaxes_mixed_full: Whether mixed batches have FULL keys that allow any number of requests,
-            which a batch tries after its exact key. Otherwise, a FULL key of mixed batches allows
-            as many requests as tokens, at most ``max_num_seqs``.
+        relaxes_mixed_full: Whether mixed batches have FULL keys that allow any number of requests.
+            These keys are tried after the exact key of a batch. Otherwise, a FULL key of mixed
+            batches allows as many requests as tokens, at most ``max_num_seqs``.
         caps_uniform_reqs: Whether a uniform key is limited to ``max_num_seqs`` requests.
         uniform_needs_separate: Whether uniform batches are distinguished only if the mode has a
             separate routine for them.

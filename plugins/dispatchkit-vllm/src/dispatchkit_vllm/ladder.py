@@ -317,7 +317,7 @@ class Ladder:
     def exact(self, bucket: int, query_len: int, case: int) -> BatchDescriptor | None:
         """Return the most specific descriptor of a padded batch.
 
-        None for a uniform batch whose bucket is not a multiple of the query length.
+        Return None for a uniform batch if the bucket is not a multiple of the query length.
         """
         if self.dialect.uniform_needs_separate and not self.mode.separate_routine():
             query_len = 0
@@ -329,7 +329,7 @@ class Ladder:
         return attrs.evolve(relaxed, num_reqs=min(bucket, self.max_num_seqs))
 
     def _aligned_bucket(self, num_tokens: int, query_len: int) -> int:
-        """Return the smallest sufficient size that is a multiple of the query length, or 0."""
+        """Return the smallest size that fits and is a multiple of the query length, or 0."""
         fitting = (
             size for size in self.uniform_sizes if size >= num_tokens and size % query_len == 0
         )

@@ -100,7 +100,7 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
 
     Args:
         path: A JSON Lines file, gzipped if the name ends in ``.gz``.
-        every: Compare one record in this many; 1 compares all records.
+        every: Interval of compared records; 1 compares all records.
 
     Raises:
         OSError: The file cannot be read.

@@ -217,7 +217,7 @@ def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
 
 
 def plain(descriptor: Any) -> list[Any] | None:
-    """Return a descriptor as a list, with booleans as integers as in records."""
+    """Return a descriptor as a list in the format of records, with integers for booleans."""
     if descriptor is None:
         return None
     fields = getattr(descriptor, "_fields", None) or descriptor.__dataclass_fields__

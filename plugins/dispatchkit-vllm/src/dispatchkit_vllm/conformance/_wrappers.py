@@ -34,7 +34,7 @@ class _Tensor:
 
 
 class _FakeDevice:
-    """Record device calls as trace events."""
+    """A device that records its calls as trace events."""
 
     def __init__(self, events: list[list[Any]], pool: Any) -> None:
         self.events, self.pool = events, pool
@@ -147,7 +147,7 @@ def _debugging(on: bool) -> Iterator[None]:
 
 
 class _Traced(_wrapper.CUDAGraphWrapper):
-    """Record permission checks, and optionally hide the forward context."""
+    """A wrapper that records permission checks, and optionally hides the forward context."""
 
     events: list[list[Any]]
     hides_context = False

@@ -34,7 +34,7 @@ _logs_lock = threading.Lock()
 
 
 def settings_of(vllm_config: Any) -> EngineSettings:
-    """Return the settings of this process for an engine."""
+    """Return dispatchkit's settings for an engine in this process."""
     return EngineSettings.read(os.environ, getattr(vllm_config, "additional_config", None))
 
 
@@ -47,7 +47,7 @@ class Ranks:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Ranks:
-        """Return the ranks of a vLLM configuration; rank 0 of 1 by default."""
+        """Read rank and size from a vLLM configuration; rank 0 of 1 by default."""
         parallel = getattr(vllm_config, "parallel_config", None)
         world = int(getattr(parallel, "world_size", 1) or 1)
         replicas = int(getattr(parallel, "data_parallel_size", 1) or 1)
@@ -72,14 +72,14 @@ class StepController:
             learn.
         is_dummy: Whether a dummy run is in progress.
         is_open: Whether the policy decides the current step and has not been asked yet.
-        answer: The policy's answer for the current step, until its forward pass begins.
+        answer: The policy's answer for the current step, until the forward pass begins.
         rows: For a runner that looks up answers itself: decisions by number of active adapters,
             then by uniform query length, then by number of tokens. The ``plan`` of a decision is
             its answer.
         largest: Largest number of tokens with a graph, for a runner that looks up answers itself.
         on_activate: Function to call after a change of policy, to fill ``rows``.
         summary: Description of the active policy, for the log; empty without a policy.
-        inactive_reason: Why the configured policy cannot act; empty if it acts.
+        inactive_reason: Why the configured policy cannot act; empty if it can.
     """
 
     def __init__(self, settings: EngineSettings, vllm_config: Any, runner: str) -> None:
@@ -130,13 +130,13 @@ class StepController:
 
         Args:
             mode: The runner's cudagraph mode.
-            graphs: Graphs that the runner captures, each with the result that its ``dispatch``
-                returns to select the graph.
+            graphs: Graphs that the runner captures, each with the value that the runner's
+                ``dispatch`` returns for it.
             facts: Function that returns sizes and limits as options of ``DispatchConfig``.
             ask: Function that returns the key that the runner's own code chooses for a batch; None
                 for eager.
-            eager: Function (batch, number of requests) that returns what the runner's ``dispatch``
-                returns for an eager batch.
+            eager: Function (batch, number of requests) that returns the result of the runner's
+                ``dispatch`` for an eager batch.
 
         Raises:
             ConfigError: An option is invalid, the policy declares graphs that the runner does not

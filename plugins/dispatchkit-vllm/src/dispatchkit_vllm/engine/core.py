@@ -1,4 +1,4 @@
-"""A policy that decides before one of vLLM's dispatchers.
+"""A policy in front of one of vLLM's dispatchers.
 
 vLLM's own class manages keys, captures and replays. A policy only chooses among the graphs of this
 class. vLLM's class decides a step itself if the policy is not asked, raises an error, or chooses a
@@ -89,15 +89,15 @@ class PolicyCore:
     Args:
         policy: The policy that decides batches.
         config: Sizes, limits and modes of the runner.
-        graphs: Graphs that the runner captures, each with the result that its ``dispatch`` returns
-            to select the graph.
-        eager: Function (batch, number of requests) that returns what the runner's ``dispatch``
-            returns for an eager batch.
+        graphs: Graphs that the runner captures, each with the value that the runner's ``dispatch``
+            returns for it.
+        eager: Function (batch, number of requests) that returns the result of the runner's
+            ``dispatch`` for an eager batch.
         runner: Name of the runner in messages.
 
     Attributes:
         fallbacks: Number of steps that the runner's own dispatcher decided, by reason.
-        learns: Whether the policy has ``observe``.
+        learns: Whether the policy learns, that is, has an ``observe`` method.
 
     Raises:
         UnfitPolicyError: The policy declares a graph that the runner does not capture.
@@ -151,17 +151,17 @@ class PolicyCore:
         return found
 
     def _bind(self, decision: Decision, batch: Batch) -> Answer | None:
-        """Prepare the answer for a cell; None if the runner's own dispatcher must decide."""
+        """Return the answer for a cell; None if the runner's own dispatcher must decide."""
         if decision.reason == Reason.POLICY_ERROR:
             return None
         if decision.key is None:
-            # A cell is shared by all numbers of requests, but the size of a uniform batch
-            # determines its number of requests.
+            # A cell does not depend on the number of requests. For a uniform batch, the size
+            # determines this number.
             per_req = batch.query_len if batch.uniform else 1
             num_reqs = batch.num_reqs or batch.num_tokens // per_req
             return Answer(self._eager(batch, num_reqs), decision, batch, num_reqs)
         result = self._result_of(decision.key)
-        # Graphs with and without adapters do not serve each other's batches.
+        # A graph serves only batches with the same number of adapters.
         if result is None or decision.key.descriptor.num_active_loras != batch.num_active_loras:
             return None
         return Answer(result, decision, batch)
@@ -252,7 +252,7 @@ def _is_kind(query_class: tuple[bool, int, int | None], key: GraphKey) -> bool:
 
 
 def refuse_learning(policy: Policy, world_size: int) -> None:
-    """Reject a policy that learns if several ranks must make the same decisions.
+    """Reject a learning policy if several ranks must make the same decisions.
 
     Raises:
         ConfigError: The policy learns, and there are several ranks.

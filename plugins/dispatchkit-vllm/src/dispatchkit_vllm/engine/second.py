@@ -27,7 +27,7 @@ RUNNER = "vLLM's second model runner"
 
 _STEP = "dispatch_cg_and_sync_dp"
 _NEEDED = {"num_reqs", "num_tokens", "uniform_token_count"}
-#: Arguments that only some releases have: the sets differ in 0.20, 0.24, and from 0.27 on.
+#: Arguments that only some releases have. The set changed in 0.24 and in 0.27.
 _LATER = {"num_active_loras", "max_query_len", "num_ubatches"}
 
 
@@ -271,8 +271,8 @@ def _make_eager_factory(make: Any, none: Any) -> Callable[[int, int, int], Any]:
             return make(none, num_tokens, num_reqs)
         return make(none, num_tokens, num_reqs, num_active_loras=case)
 
-    # Writing only the fields without defaults takes a quarter of the time of __init__ of a frozen
-    # dataclass.
+    # Writing only the fields without defaults takes a quarter of the time of a frozen dataclass's
+    # __init__.
     written, facts = {"cg_mode", "num_tokens", "num_reqs"}, getattr(eager(0, 0, 0), "__dict__", {})
     if not written <= facts.keys() or not all(hasattr(make, one) for one in facts.keys() - written):
         return eager

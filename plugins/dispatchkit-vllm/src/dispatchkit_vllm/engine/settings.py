@@ -49,7 +49,7 @@ class EngineSettings:
     """Settings of dispatchkit inside vLLM.
 
     A setting ``name`` is read from ``DISPATCHKIT_NAME`` in the environment, or from ``name`` under
-    ``dispatchkit`` in vLLM's ``additional_config``, which takes precedence.
+    ``dispatchkit`` in vLLM's ``additional_config``. ``additional_config`` takes precedence.
 
     Attributes:
         policy: Name of the policy that decides; empty for vLLM's own dispatcher.

@@ -1,4 +1,4 @@
-"""Record the steps of a rank to a file, with a background thread.
+"""Write the steps of a rank to a file, from a background thread.
 
 Once a second, the thread appends the new rows in one write, as one gzip member. If the process is
 killed, the file still ends with a complete row.

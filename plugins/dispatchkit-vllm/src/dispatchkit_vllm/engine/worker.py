@@ -1,7 +1,7 @@
 """Log the active policy when a worker has created its graphs, or why no policy acts.
 
-The worker warms up afterwards. Warmup steps of the second model runner look like steps of requests,
-so they are treated as dummy runs.
+The worker warms up afterwards. In the second model runner, warmup steps look like steps that serve
+requests, so they are treated as dummy runs.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def max_num_seqs(vllm_config: Any) -> int:
 
 
 def query_len(vllm_config: Any) -> int:
-    """Return the query length of a uniform decode batch: 1 plus the speculative tokens."""
+    """Return the query length of uniform decode batches: 1 plus the number of drafts."""
     speculative = getattr(vllm_config, "speculative_config", None)
     count = getattr(speculative, "num_speculative_tokens", None)
     if count is None and (

@@ -53,7 +53,7 @@ class FacadeBase:
         return False
 
     def add_cudagraph_key(self, runtime_mode: Any, batch_descriptor: Any) -> None:
-        """Register a key.
+        """Register the key of a descriptor.
 
         Raises:
             AssertionError: The mode is neither PIECEWISE nor FULL.
@@ -64,7 +64,7 @@ class FacadeBase:
         self.cudagraph_keys[self._modes[mode.runtime_mode]].add(batch_descriptor)
 
     def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
-        """Return dispatchkit's key of a descriptor."""
+        """Return dispatchkit's key for a descriptor."""
         raise NotImplementedError
 
     def _descriptor(self, key: GraphKey) -> Any:
@@ -72,7 +72,7 @@ class FacadeBase:
         raise NotImplementedError
 
     def _declare(self, ladder: Ladder, **options: Any) -> None:
-        """Register the keys of a ladder; keys before an error stay registered, as in vLLM."""
+        """Register the keys of a ladder. As in vLLM, keys registered before an error remain."""
         keys = []
         try:
             for key in ladder.keys(**options):
@@ -86,7 +86,7 @@ class FacadeBase:
 
 
 class LookupDispatcher(FacadeBase):
-    """Look up a padded descriptor, first in FULL, then in PIECEWISE."""
+    """A dispatcher that looks up a padded descriptor, first in FULL, then in PIECEWISE."""
 
     _has_lora_flag: ClassVar[bool] = False
 

@@ -138,7 +138,7 @@ class PaddingDispatcher(FacadeBase):
         return self._table
 
     def _bind(self, decision: Decision, batch: Batch) -> Any:
-        """Prepare the return value of ``dispatch`` for a cell."""
+        """Return the result that ``dispatch`` returns for a cell."""
         if decision.key is None:
             return None
         return self._modes[decision.mode], self._descriptor(decision.key)
@@ -160,7 +160,7 @@ class PaddingDispatcher(FacadeBase):
     def _decide(
         self, num_tokens: int, uniform: bool, has_lora: bool, loras: int, allowed: int
     ) -> tuple[Any, Any]:
-        """Decide for a batch within the range of capture sizes.
+        """Return the runtime mode and descriptor for a batch within the capture sizes.
 
         Args:
             num_tokens: Number of unpadded tokens. A negative number indexes the padding table
@@ -203,10 +203,10 @@ class PaddingDispatcher(FacadeBase):
         loras: int,
         allowed: int,
     ) -> tuple[Any, Any] | None:
-        """Look up a key that dispatchkit's own interface rejects, as vLLM does.
+        """Return the runtime mode and descriptor of a key that only vLLM accepts, or None.
 
-        The adapter flag contradicts the count, or the count is above the maximum. Only the caller
-        can have added the key.
+        In such a key, the adapter flag contradicts the count, or the count is above the maximum.
+        Only the caller can have added this key.
         """
         marks: Any = CONTRADICTORY if has_lora != (loras > 0) else ()
         query_len = self.uniform_decode_query_len if uniform else 0

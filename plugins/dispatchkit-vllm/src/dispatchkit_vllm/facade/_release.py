@@ -31,7 +31,8 @@ def dispatcher_for(original: type[Any]) -> type[Any]:
     """Return the facade of a published ``CudagraphDispatcher``, with the types of its release.
 
     Args:
-        original: The class; its module must define ``CUDAGraphMode`` and ``BatchDescriptor``.
+        original: The published class; its module must define ``CUDAGraphMode`` and
+            ``BatchDescriptor``.
 
     Raises:
         BackendUnavailableError: No facade matches the arguments of the class.

@@ -170,7 +170,7 @@ class CudagraphDispatcher(LookupDispatcher):
     def get_local_batch_description(
         self, num_scheduled_tokens: int, num_reqs: int, max_query_len: int
     ) -> tuple[int, bool, int]:
-        """Return (number of input tokens on this rank, whether uniform, query length)."""
+        """Return the tokens on this rank, whether the batch is uniform, and its query length."""
         uniform, query_len = self.calculate_uniform_decode(
             num_scheduled_tokens, num_reqs, max_query_len
         )
@@ -211,7 +211,7 @@ class CudagraphDispatcher(LookupDispatcher):
             descriptor.num_tokens,
             uniform=uniform,
             query_len=query_len if consistent else 0,
-            # A contradictory flag and query length form a separate key.
+            # A descriptor whose flag and query length contradict each other has a separate key.
             axes=() if consistent else (query_len,),
         )
         return GraphKey(mode, native)

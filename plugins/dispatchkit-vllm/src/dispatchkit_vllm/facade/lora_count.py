@@ -31,8 +31,8 @@ class CudagraphDispatcher(PaddingDispatcher):
     """The dispatcher with one graph for each number of active adapters.
 
     Attributes:
-        specialize_lora_count: Whether each number has a graph. With speculative decoding, one
-            graph serves all numbers.
+        specialize_lora_count: Whether each number of active adapters has its own graph. With
+            speculative decoding, one graph serves all numbers.
     """
 
     dialect = LORA_COUNT

@@ -1,6 +1,6 @@
 """Classes with the names of a third-party dispatcher.
 
-Only its documentation is published, so there is no implementation to compare with. These classes
+Only the dispatcher's documentation is published, not its implementation. These classes
 follow the documentation and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` requires
 dispatchkit-adaptive, and ``StreamDispatcher`` requires dispatchkit-multistream.
 """
@@ -122,7 +122,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
 
 @attrs.define
 class DispatchStats:
-    """Counts of batches, by the way that they ran."""
+    """Numbers of batches by how they ran."""
 
     num_full: int = 0
     num_piecewise: int = 0
@@ -222,7 +222,7 @@ class CudagraphDispatcher:
     """Dispatcher that replays the cached graph of a key, or runs the batch eager.
 
     Args:
-        eager_runner: Called with the key of a batch that has no graph.
+        eager_runner: Function that runs a batch without a graph, given its key.
         policy: Policy that decides whether and how a batch replays a graph.
         max_cached_graphs: Maximum number of graphs; the least recently used graph is evicted first.
 
@@ -245,7 +245,7 @@ class CudagraphDispatcher:
 
     @property
     def stats(self) -> DispatchStats:
-        """Counts of batches, by the way that they ran."""
+        """Numbers of batches by how they ran."""
         return self._stats
 
     def register_graph(
@@ -343,7 +343,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         self._learner: Any = adaptive.LatencyPolicy(history_size)
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
-        """Record the latency of a batch in a mode, in any constant unit.
+        """Record the latency of a batch in a mode; use the same unit in all calls.
 
         Raises:
             ConfigError: The latency is not a positive number.
@@ -357,7 +357,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the fastest mode; modes without a recorded latency come first.
+        """Return a mode with too few latencies if there is one, otherwise the fastest mode.
 
         Raises:
             ConfigError: ``available_modes`` is empty.
@@ -367,10 +367,10 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
 
 
 class CompositeDispatcher:
-    """Several dispatchers, asked in order of priority.
+    """A group of dispatchers that are tried in order of priority.
 
     The first dispatcher with a graph for the key runs the batch. If no dispatcher has a graph, the
-    first dispatcher runs the batch eager. Dispatchers of equal priority are asked in the order in
+    first dispatcher runs the batch eager. Dispatchers with equal priority are tried in the order in
     which they were added.
 
     Attributes:
@@ -400,7 +400,7 @@ class CompositeDispatcher:
     def dispatch(self, key: DispatchKey) -> Any:
         """Run a batch in the first dispatcher that has a graph for it, and return the result.
 
-        Exceptions from the batch propagate to the caller: no batch runs twice.
+        An exception from the batch propagates to the caller, so that no batch runs twice.
 
         Raises:
             ConfigError: There are no dispatchers.
@@ -425,7 +425,7 @@ class CompositeDispatcher:
 
 @attrs.frozen
 class _Cache:
-    """A stream as the lane policy sees it, with the cache of the stream's graphs."""
+    """A stream and the keys of its cached graphs, in the form that a lane policy reads."""
 
     index: int
     keys: set[GraphKey] = attrs.field(factory=set)
@@ -444,14 +444,14 @@ class StreamDispatcher(CudagraphDispatcher):
     earlier work on the caller's stream. To wait for batches, call ``wait`` or ``synchronize``.
 
     Args:
-        eager_runner: Called with the key of a batch that has no graph.
+        eager_runner: Function that runs a batch without a graph, given its key.
         num_streams: Number of independent streams.
         policy: See ``CudagraphDispatcher``.
         max_cached_graphs: See ``CudagraphDispatcher``.
         backend: A backend or its name.
 
     Raises:
-        ConfigError: The device has fewer streams.
+        ConfigError: The device has fewer than ``num_streams`` independent streams.
         NotBuiltError: dispatchkit-multistream is not installed.
     """
 

@@ -80,8 +80,9 @@ class CudagraphDispatcher(TableDispatcher):
             invalid_modes: Modes to exclude.
 
         Raises:
-            AssertionError: All modes are excluded, no graph serves the batch and eager is
-                excluded, or the bucket of a uniform batch is not a multiple of the query length.
+            AssertionError: All modes are excluded, or the bucket of a uniform batch is not a
+                multiple of the query length. Also raised if no graph serves the batch, but eager
+                is excluded.
         """
         allowed: int = RuntimeMode.FULL
         if valid_modes or invalid_modes:

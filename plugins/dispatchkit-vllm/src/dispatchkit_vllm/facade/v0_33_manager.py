@@ -31,7 +31,7 @@ class BatchExecutionDescriptor:
 
 
 class CudaGraphManager:
-    """The decisions of the graph manager of vLLM 0.33's second model runner.
+    """The graph manager of vLLM 0.33's second model runner, reduced to its decisions.
 
     Args:
         vllm_config: vLLM's configuration, or any object with the same attributes.

@@ -41,8 +41,8 @@ class ForwardContext:
     """Facts about the current step that wrappers can read.
 
     Attributes:
-        runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Members of any enum with
-            these names are accepted.
+        runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Members with these
+            names of other enums are also accepted.
         descriptor: The key of the graph: any hashable value, or None.
         facts: Further values for code inside the model.
 

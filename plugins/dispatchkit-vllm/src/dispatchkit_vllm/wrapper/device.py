@@ -50,7 +50,7 @@ class WrapperDevice(Protocol):
         ...
 
     def weak_ref(self, output: Any) -> Any:
-        """Return a possibly nested output whose tensors do not own their memory.
+        """Return an output, possibly nested, with tensors that do not own their memory.
 
         On a device that cannot create such tensors, return the output itself.
         """

@@ -76,7 +76,7 @@ class WrapperRules:
     """The behavior of a vLLM release whose wrapper this class can replace.
 
     Attributes:
-        passes_without_context: Whether the callable runs directly without a forward context;
+        passes_without_context: Whether the callable runs directly if there is no forward context;
             otherwise, a missing context is an error.
         needs_descriptor: Whether a step in the wrapper's mode must have a descriptor.
         offloads: Whether to wait for transfers of offloaded weights before captures and replays,
@@ -108,7 +108,7 @@ class WrappedEntry:
         cudagraph: The captured graph; None before the capture.
         output: Output of the captured call, which each replay overwrites.
         input_addresses: Addresses of positional tensor arguments during the capture.
-        captured_under: If modules are guarded, the module with its training flag and device during
+        captured_under: If modules are guarded: the module, and its training flag and device during
             the capture.
     """
 
