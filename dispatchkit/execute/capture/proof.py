@@ -14,13 +14,12 @@ rows is built into the graph. Three rows leave most of the bucket to padding, an
 block of two or four rows. The eager results are valid for all sizes, so each graph costs only two
 replays.
 
-A step may depend on padding only if the padding is negative, above 1 or larger than all other rows.
-Noise therefore has both signs, and differs in magnitude between the first three rows and later
-rows. Noise is limited to 0..1 if other numbers may be invalid. This is the case if an operation of
-the warmup draws with probabilities, asserts, is not part of torch, or converts floating-point
-numbers to integers (numbers below 1 become index 0, which is valid). Noise is also limited if other
-numbers lead to a non-finite result of eager or of a replay, for example through a logarithm or an
-overflow.
+Some steps depend on padding only if it is negative, above 1 or larger than all other rows. Noise
+therefore has both signs, and differs in magnitude between the first three rows and later rows.
+Noise is limited to 0..1 if other numbers may be invalid. This is the case if an operation of the
+warmup draws with probabilities, asserts, is not part of torch, or converts floating-point numbers
+to integers (numbers below 1 become index 0, which is valid). Noise is also limited if other numbers
+lead to a non-finite result of eager or of a replay, for example through a logarithm or an overflow.
 
 An input whose fill value hides positions is treated as a mask that is added to scores. The mask is
 set to zero, so all positions are visible. With noise, a step that hides positions with nonzero
@@ -77,9 +76,9 @@ _FLOOR: Final = 1e-5
 _SPREAD: Final = 16
 #: Maximum number of replays to detect nondeterminism.
 _REPEATS: Final = 16
-#: Magnitudes of rows of noise in 0..1, used cyclically.
+#: Magnitudes of noise rows in 0..1, used cyclically.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
-#: Magnitudes of rows of noise that may be outside 0..1, used cyclically. Negative magnitudes stand
+#: Magnitudes of noise rows that may be outside 0..1, used cyclically. Negative magnitudes stand
 #: for noise of both signs. Every fourth row is close to the previous row.
 _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
 #: Index in ``_FREE_MAGNITUDES`` of the magnitude that is far from all others.

@@ -31,7 +31,7 @@ class CalibrationRuns:
     Args:
         dispatcher: Dispatcher of the policy.
         planner: Planner, for replays of the largest graph.
-        lifecycle: Life cycle of the lane's graphs, whose keys may be measured.
+        lifecycle: Life cycle of the lane's graphs; only captured keys are measured.
         timings: Timings that collect the measurements of steps.
         lane: Lane that the runs use.
         warmups: Warmups, which record the state that the step changes.
