@@ -1,13 +1,13 @@
-"""Measure the capture of a decoder at vLLM's 51 default sizes, compared with loops by hand.
+"""Measure the capture of a decoder at vLLM's 51 default sizes, compared with handwritten loops.
 
     python bench/capture.py [--rounds N] [--layers N] [--profile]
 
-- ``by hand``: the fastest loop by hand: largest size first, one warmup per size, one pool, outputs
-  copied to one shared buffer within the graph, no garbage collection.
+- ``by hand``: the fastest handwritten loop: largest size first, one warmup per size, one pool,
+  outputs copied to one shared buffer within the graph, no garbage collection.
 - ``by hand, torch.cuda.graph``: the same loop with torch's context manager, which collects garbage
   and empties the cache before every capture.
 - ``GraphRunner``: ``runner.capture()`` of the same step with the same outputs. The creation of the
-  runner (plugins, policy, static inputs) has a separate line, because the loops by hand do not
+  runner (plugins, policy, static inputs) has a separate line, because the handwritten loops do not
   create their static inputs.
 - ``GraphRunner with max_bytes``: the same with a sufficient budget, which rehearses each capture.
 - ``first answer, lazy``: a new runner with ``lazy=True``, from its first call until its result, at
@@ -17,7 +17,7 @@ Cases take turns in one process and start without graphs. The ratio is the media
 within a round, and ``best`` the minimum over rounds. ``pool`` lines contain the bytes that torch
 reserved for graphs and their shared outputs. ``device`` lines contain the decrease of free device
 memory, which includes launchable graphs. Without a CUDA device, the tape captures a small decoder
-at the smallest sizes without a loop by hand, which tests the script only.
+at the smallest sizes without a handwritten loop, which tests the script only.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CapturedDecoder:
             backend="cuda" if self.device != "cpu" else "tape",
             outputs="view",
             # As in a server whose cache fills the device, rows without a token write to a slot that
-            # is never read. Therefore neither the runner nor the loops by hand save the cache.
+            # is never read. Therefore neither the runner nor the handwritten loops save the cache.
             state=StepState(scratch=self.cache.tensors),
             **settings,
         )

@@ -1,4 +1,4 @@
-"""Measure steps on lanes, compared with graphs on streams by hand and with serial steps.
+"""Measure steps on lanes, compared with handwritten graphs on streams and with serial steps.
 
     python bench/lanes.py [ROUNDS] [--lanes 2 4 8] [--steps N] [--kinds small filling] [--brief]
 
