@@ -168,8 +168,8 @@ class BufferOptions:
         output_batch_dims: Index of each output's batch dimension, or None for outputs without one.
             Give one value for all outputs, or a nested structure that matches the outputs.
             ``derived`` compares the outputs of runs at two sizes.
-        share_outputs: Whether graphs copy their outputs to shared memory. False avoids the copy,
-            but each graph then keeps its own output memory.
+        share_outputs: Whether graphs copy their outputs to memory that all graphs share. False
+            avoids the copy, but each graph then keeps its own output memory.
     """
 
     row_count: str | None = setting(None, or_none(_text))
@@ -215,8 +215,8 @@ class RunnerOptions:
         check: Compare every Nth replay with eager, for tests and debugging (slow); 0 or None:
             never. ``first``: compare the first replay and the first padded replay of each graph.
             Steps are not timed while checks are on.
-        sample_every: Time every Nth of the steps for which a learning policy requests timing. Steps
-            with a one-shot decision are always timed.
+        sample_every: Time only every Nth step of a timed decision. Steps with a one-shot decision
+            are always timed.
         rows_independent: Whether the rows of a mixed batch are independent, so that a policy may
             split a batch over several graphs. Each capture proves this independence, unless
             ``prove_rows`` is False.

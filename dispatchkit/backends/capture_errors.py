@@ -39,7 +39,7 @@ def clear_frames(error: BaseException, handled: BaseException | None) -> None:
 
 
 def clear_traceback(error: BaseException, handled: BaseException | None) -> None:
-    """Remove the traceback of an error that is not reported, to free the objects in it.
+    """Remove the traceback of an unreported error, to free the objects that it references.
 
     Clearing the frames is not enough: a cleared frame still references its function and closure
     (CPython 3.11 and later), and the callable may keep the exception alive.

@@ -148,8 +148,8 @@ def resume_capture() -> None:
 def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
     """Run a capture under the device's lock, without garbage collection; return its result.
 
-    A signal handler may raise at any instruction, including the first of the cleanup. Therefore,
-    the lock has a separate ``with`` statement, and the cleanup is called twice.
+    A signal handler may raise at any instruction, including the first instruction of the cleanup.
+    Therefore, the lock has a separate ``with`` statement, and the cleanup is called twice.
 
     Raises:
         CaptureError: This thread is already capturing (reason ``nested``).

@@ -255,7 +255,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _devices(torch: Any) -> Any:
-    """Yield findings about driver and devices; return whether a device is usable."""
+    """Yield findings about the driver and devices; return whether a device is usable."""
     slow = (
         "Steps run on the tape, which simulates CUDA graphs on a CPU: replays are correct, but "
         "not faster than eager."

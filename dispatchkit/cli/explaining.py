@@ -157,7 +157,7 @@ def explain_batch(
 
 
 def _cost_model(settings: Settings) -> CostModel | None:
-    """Return the cost model of the settings, or None if the default is not installed."""
+    """Return the cost model of the settings, or None if the default model is not installed."""
     try:
         return find_cost_model(settings["cost_model"])
     except MissingDistributionError:

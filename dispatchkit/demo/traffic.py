@@ -38,7 +38,7 @@ class PlannedStep:
         tokens: Id of each token.
         positions: Position of each token in its request, from 0.
         slots: Cache slot of each token's request.
-        cut_tokens: Number of omitted tokens of the trace's step.
+        cut_tokens: Number of tokens that are omitted from the trace's step.
     """
 
     num_reqs: int

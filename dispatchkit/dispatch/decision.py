@@ -81,7 +81,7 @@ class Reason(enum.StrEnum):
     TENSOR_KIND = "tensor_kind"
     #: Graphed calls: a value cannot be hashed, so it cannot be part of a graph's key.
     UNHASHABLE_VALUE = "unhashable_value"
-    #: Graphed calls: the limit of call forms with graphs is reached.
+    #: Graphed calls: the limit on call forms with graphs is reached.
     TOO_MANY_FORMS = "too_many_forms"
 
 
@@ -292,7 +292,8 @@ class Outcome:
         clock: ``device`` if measured with timing events, ``host`` if measured with a host clock.
         queued: Whether earlier work was pending on the stream at the launch.
         completed: Whether the step completed; policies must not learn from incomplete steps.
-        won: False if the policy is part of a composite policy, and another part's decision ran.
+        won: False if the policy is a member of a composite policy, and the decision of another
+            member ran.
         step: Number of steps so far, measured or not, including this step; 0 if unknown.
         is_first: Whether this is the first known eager run with this number of tokens. In this run,
             libraries choose kernels, which may take as long as many steps.

@@ -265,7 +265,7 @@ class Dispatcher:
     def _decide_above_table(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> Decision:
-        """Return an eager decision for a batch larger than the table.
+        """Return an eager decision for a batch with more tokens than the table.
 
         Raises:
             DescriptorError: Another argument is invalid.
@@ -288,8 +288,8 @@ class Dispatcher:
     def observe(self, outcome: Outcome) -> None:
         """Pass an outcome to the policy, and apply the updates that the policy returns.
 
-        Outcomes are ignored if the decision is from an earlier policy or the batch is outside the
-        configuration in force.
+        Outcomes are ignored if the decision is from an earlier policy, or the batch is outside the
+        limits in force.
         """
         if not self._epoch.proposal.parts.learns:
             return
@@ -402,8 +402,8 @@ class Dispatcher:
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
         """Try a policy and configuration; return a proposal to install.
 
-        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so the
-        policy must not be the object in force.
+        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so
+        ``policy`` must not be the object in force.
 
         Raises:
             ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a

@@ -41,7 +41,7 @@ class Epoch:
 
 
 class Epochs:
-    """The sequence of policies and configurations over one registry.
+    """The sequence of policies and configurations that use one registry.
 
     Args:
         registry: The registry of the keys; its lock is held for each change.
@@ -75,8 +75,8 @@ class Epochs:
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
         """Try a policy and configuration; return a proposal to install.
 
-        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so the
-        policy must not be the object in force.
+        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so
+        ``policy`` must not be the object in force.
 
         Raises:
             ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a

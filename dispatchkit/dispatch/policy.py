@@ -180,7 +180,7 @@ class CalibratedPolicy(LearningPolicy, Protocol):
     """A learning policy that requests timed runs before the first batch is served."""
 
     def calibration_runs(self, graphs: GraphView) -> Iterable[CalibrationRun]:
-        """Return the runs to time next; empty if no more are needed.
+        """Return the runs to time next; empty if no more runs are needed.
 
         The method is called after a capture, and again after ``observe`` has received the outcomes
         of the requested runs, until it returns no runs.

@@ -172,8 +172,9 @@ class SizeRules:
             tensor-parallel size.
         adds_limits: Whether the token limit and the sizes of decode batches are added.
         rounds: The modes for which sizes are rounded to the query length; None for no rounding.
-        rounding_with_tensor_parallel: Whether sizes are also rounded to the tensor-parallel size:
-            with sequence parallelism, always if that size is above one, or never.
+        rounding_with_tensor_parallel: Whether sizes are also rounded to a tensor-parallel size
+            above one: only with sequence parallelism (``sequence_parallel``), ``always`` or
+            ``never``.
         empty_rounding: Whether to raise or to keep the unrounded sizes if rounding removes all of
             them.
     """

@@ -217,7 +217,7 @@ class DispatchConfig:
 
     @property
     def is_mode_given(self) -> bool:
-        """Whether a mode was given; otherwise a runner derives it from its step."""
+        """Whether a mode was given; otherwise a runner derives the mode from its step."""
         return self._mode is not None
 
     @property

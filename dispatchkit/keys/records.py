@@ -40,7 +40,7 @@ def setting(
     Args:
         default: The default; ``attrs.Factory`` for a new object per record.
         check: Function that takes a value and the name of the setting, and returns the value to
-            store or raises.
+            store, or raises ConfigError.
         about: Description, for settings that a file, the environment or the command line can set.
         options: Further arguments of ``attrs.field``.
     """

@@ -63,7 +63,7 @@ class StepCounters:
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
-        """Return the number of replays of a key, including those for parts of split steps."""
+        """Return the number of replays of a key, including replays for parts of split steps."""
         return sum(count.steps * keys.count(key) for keys, count in self._hits.copy().items())
 
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
@@ -143,7 +143,7 @@ class RunnerStats:
     Attributes:
         steps: Number of steps that returned a result.
         steps_by_mode: Number of steps by runtime mode.
-        hits: Number of replays by key, as a string. A split step counts once, under the joined
+        hits: Number of replays, by key as a string. A split step counts once, under the joined
             names of its graphs.
         hit_tokens: Tokens of the replays in ``hits`` before padding, by key as a string.
         eager_by_reason: Number of eager steps by reason.

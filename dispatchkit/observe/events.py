@@ -251,7 +251,7 @@ class Notifier:
 
         Args:
             event_type: Exact class of the events; events of subclasses are not delivered.
-            callback: Function that is called with each event, on the thread where it occurs.
+            callback: Function that is called with each event, on the thread where the event occurs.
             source: Owner of the callback, for log messages.
 
         Returns:

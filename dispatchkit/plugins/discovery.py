@@ -141,7 +141,7 @@ class Filter:
         block: Collection[str] | None,
         environ: Mapping[str, str],
     ) -> Filter:
-        """Return the filter that satisfies both the arguments and the environment."""
+        """Return the filter that combines the arguments with the environment."""
         allowed = [] if allow is None else [_names(allow)]
         if ALLOW_VARIABLE in environ:
             allowed.append(_names(environ[ALLOW_VARIABLE].split(",")))

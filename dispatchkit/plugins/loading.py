@@ -39,7 +39,7 @@ class LoadedPlugin:
 
 
 class DuplicateFault(PluginFault):
-    """The plugin, or another plugin with its name, is already loaded."""
+    """A plugin, or another plugin with its name, is already loaded."""
 
 
 def load(

@@ -70,7 +70,7 @@ class CaptureTests:
             assert [outputs[0].data_ptr(), outputs[1][0].data_ptr()] == addresses
 
     def test_replay_overwrites_the_outputs(self, rig: Rig) -> None:
-        """A kept reference to an output contains the result of the latest replay."""
+        """An output that the caller keeps contains the result of the latest replay."""
         x = rig.zeros(3)
         graph = rig.capture(lambda: x + 1)
         graph.replay()

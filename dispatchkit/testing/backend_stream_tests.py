@@ -242,7 +242,7 @@ class StreamTests:
     # -- warmup ---------------------------------------------------------------------------
 
     def test_warmup_runs_on_the_given_stream_in_the_callers_order(self, rig: Rig) -> None:
-        """A warmup runs after the caller's earlier work and before its later work."""
+        """A warmup runs after the caller's earlier work and before the caller's later work."""
         seen: list[int] = []
         x = rig.zeros(1 << 12)
         start = rig.backend.current_stream_handle()

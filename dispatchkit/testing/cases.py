@@ -138,7 +138,7 @@ def for_all_cases(
 
 
 class CaseRunner:
-    """Base class of ``PolicyTests``, which runs checks on random cases.
+    """A base class that runs checks on random cases, for ``PolicyTests``.
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
@@ -174,8 +174,8 @@ class CaseRunner:
     def for_all(self, check: Callable[[Case], None], *, all_captured: bool, share: float) -> None:
         """Run a check on random cases, which the seed determines.
 
-        The configurations are drawn once for all properties. Each has a seed for the other parts of
-        its case (graph states, batches, changes).
+        The configurations are drawn once for all properties. Each configuration has a seed for the
+        other parts of its case (graph states, batches, changes).
         """
         wanted = hypothesis.settings.default
         usual = 100 if wanted is None else wanted.max_examples

@@ -283,7 +283,7 @@ class InputTransportTests:
             bench.compare(result, bench.wanted(values, rows))
 
     def test_a_capture_on_the_way_loses_no_rows(self, bench: Bench) -> None:
-        """In-place steps capture graphs, and capture them again when they are stale."""
+        """In-place steps capture graphs, and capture stale graphs again."""
         if bench.way.kind == "registered":
             pytest.skip("The runner captures no graphs.")
         runner = bench.runner(lazy=True)
@@ -335,7 +335,7 @@ class Bench:
         Args:
             draws: Whether the step also returns four random numbers.
             by_rows: Whether results contain only the rows of the call, without padding.
-            lazy: Whether to capture graphs on first use instead.
+            lazy: Whether to capture each graph on first use, not before this method returns.
             lanes: Number of lanes of the runner.
             options: Further settings.
         """

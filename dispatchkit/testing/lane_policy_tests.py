@@ -91,7 +91,7 @@ class Schedule:
 
     Attributes:
         num_lanes: Number of lanes.
-        steps: Pairs of a submitted step and the indices of the lanes that finish a step after it.
+        steps: Pairs of a submitted step and the indices of the lanes that then each finish a step.
     """
 
     num_lanes: int
@@ -162,7 +162,7 @@ class LanePolicyTests:
                 )
 
     def test_policies_share_nothing(self) -> None:
-        """Two policies used together choose the same lanes as each of them alone.
+        """Two policies used together choose the same lanes as each policy alone.
 
         Each runner in a process has its own policy. If a counter is stored in the class, the
         choices for one runner depend on the traffic of the others.

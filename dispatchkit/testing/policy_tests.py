@@ -1,8 +1,8 @@
 """PolicyTests, the test kit for policies.
 
-Each test checks one property on small random cases with a fixed seed. Its docstring explains the
-harm of violating the property. The core set applies to every policy. A *trait* is an optional
-property, which is tested if the policy lists it in ``traits`` and skipped otherwise.
+Each test checks one property on small random cases with a fixed seed. The docstring of a test
+explains the harm of violating its property. The core set applies to every policy. A *trait* is an
+optional property, which is tested if the policy lists it in ``traits`` and skipped otherwise.
 
 ``run_policy_conformance`` runs the same methods without pytest.
 """
@@ -80,8 +80,9 @@ class PolicyTests(CaseRunner):
         """Keys fit the configured buffers, requests, adapters, query lengths and mode.
 
         The configuration determines the size of static inputs. The capture of a larger key would
-        read past their end. The attention backend may be unable to capture in a mode that is not
-        configured. (``max_loras`` + 1 adapters are allowed, because the base model counts as one.)
+        read past the end of these inputs. The attention backend may be unable to capture in a mode
+        that is not configured. (``max_loras`` + 1 adapters are allowed, because the base model
+        counts as one.)
         """
         config, mode = case.config, case.config.mode
         for key in case.keys:
@@ -121,11 +122,11 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_every_batch_gets_an_answer(self, case: Case) -> None:
-        """For batches within the limits, ``decide`` does not raise and returns a valid type.
+        """For batches within the limits, ``decide`` does not raise, and returns a Decision or None.
 
         The dispatcher calls ``decide`` while serving. If ``decide`` raises for a batch, every step
-        with an equal batch runs eager. It must not change the registry, because the executor
-        controls which keys can be dispatched.
+        with an equal batch runs eager. ``decide`` must not change the registry, because the
+        executor controls which keys can be dispatched.
         """
         before = dict(case.registry.entries)
         for batch in case.batches():
@@ -250,9 +251,9 @@ class PolicyTests(CaseRunner):
     def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
         """In a split batch, each row is in exactly one part, and each part has a suitable graph.
 
-        If no part contains a row, the caller reads a result that was never computed. If two parts
-        contain a row, the step changes its state twice. The limits of a batch on adapters, axes,
-        requests and modes also apply to each part. A policy that never splits batches passes.
+        For a row in no part, the caller reads a result that was never computed. For a row in two
+        parts, the step changes the state twice. The limits of a batch on adapters, axes, requests
+        and modes also apply to each part. A policy that never splits batches passes.
         """
         case.graphs.may_split = True
         learns = callable(getattr(case.policy, "observe", None))
@@ -332,8 +333,8 @@ class PolicyTests(CaseRunner):
         """A decision for ``num_reqs=None`` holds for any number of requests up to its bound.
 
         The bound is the number of requests of the chosen key, or the decision's ``max_num_reqs`` if
-        smaller. The table has no axis for requests. It stores one decision and compares the number
-        with the bound. If decisions depend on requests, set ``max_num_reqs``.
+        smaller. The table has no axis for requests. The table stores one decision, and compares the
+        number with the bound. If decisions depend on requests, set ``max_num_reqs``.
         """
         for batch in case.batches(known_reqs=False):
             unknown = case.decide(batch)

@@ -157,7 +157,7 @@ def main() -> None:
 
 
 def _import(name: str, source: str) -> None:
-    """Import a module by name, or from its file if it is not importable (test files)."""
+    """Import a module by name, or from its file (for test files, which may not be importable)."""
     try:
         importlib.import_module(name)
         return

@@ -22,7 +22,7 @@ __all__ = ["OneBucketPolicy", "SmallestPolicy"]
 
 
 class SmallestPolicy:
-    """A policy that chooses the smallest captured graph, and FULL before PIECEWISE.
+    """A policy that chooses the smallest captured graph, and prefers FULL to PIECEWISE.
 
     Use it in tests of components other than policies. Its decisions depend only on the batch, the
     configuration and the captured graphs. Override ``declare`` to test other keys.

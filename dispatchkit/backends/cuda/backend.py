@@ -392,7 +392,7 @@ class CudaBackend:
             except CaptureError as error:
                 if draws or _NOT_REGISTERED not in str(error.__cause__):
                     raise
-            # The callable drew random numbers, although the warmup did not.
+            # The callable drew random numbers in the capture, but not in the warmup.
             return run_as_capture(self.torch_device, ordered(True))
         finally:
             destroy_pending()

@@ -38,7 +38,7 @@ class _ArgumentStorages(WeakStorages):
     """
 
     def record(self, values: Iterable[Any]) -> bool:
-        """Record the tensor arguments of an operation; return whether any is on a device."""
+        """Record the tensor arguments of an operation; return whether one is on a device."""
         found = False
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -97,8 +97,8 @@ class CaptureWatch(OperationMode):
 
     Args:
         compiled: Whether the callable calls functions wrapped in torch.compile, whose kernels are
-            not watched. If True, a call that waits for the device is detected only if one of its
-            operations is watched, because a function mode would cause recompilation inside the
+            not watched. If True, calls that wait for the device are recognized only by the
+            operations that they run, because a function mode would cause recompilation inside the
             capture.
 
     Attributes:

@@ -29,7 +29,7 @@ def dynamo_is_loaded() -> bool:
 
 
 class ThreadCounts:
-    """A count per thread, which is truthy while any count is above 0."""
+    """One count per thread; truthy while any count is above 0."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
