@@ -326,7 +326,10 @@ def test_a_file_without_members_is_refused(tmp_path: Path, text: str) -> None:
     [
         ({"pyproject": 3}, "pyproject must be the path of a file"),
         ({"pyproject": "absent.toml"}, r"pyproject must be a readable file \(No such file"),
-        ({"plugins": 3}, r"plugins must be a PluginSet, got 3. load_plugins\(\) returns one"),
+        (
+            {"plugins": 3},
+            r"plugins must be a PluginSet, got 3. Pass the result of load_plugins\(\)",
+        ),
         ({"members": [{"name": "vllm", "options": 3}]}, "options of member 'vllm' must be a dict"),
     ],
 )

@@ -402,7 +402,7 @@ def test_a_model_is_found_by_name_in_a_folder(tmp_path):
         (":decoder", "module:function"),
         ("no_such_module_here:decoder", "cannot find the module 'no_such_module_here'"),
         ("dispatchkit.demo.models:no_such", "no_such"),
-        ("math:tau", "It returned a float"),
+        ("math:tau", "The result is a float"),
     ],
 )
 def test_a_model_that_is_none_is_refused(model, message):

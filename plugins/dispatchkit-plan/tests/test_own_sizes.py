@@ -171,7 +171,7 @@ def test_where_every_size_has_a_graph_there_is_nothing_to_add():
         ({"graphs": 0}, ConfigError, "graphs"),
         ({"graphs": 1, "memory_bytes": 5}, ConfigError, "exactly one"),
         ({"memory_bytes": 5}, ConfigError, "bytes_per_graph"),
-        ({"memory_bytes": 5, "bytes_per_graph": 6}, ConfigError, "at least 6, the price of one"),
+        ({"memory_bytes": 5, "bytes_per_graph": 6}, ConfigError, "at least 6, the memory of one"),
         ({"graphs": 1, "beside": [0]}, ConfigError, "beside"),
         ({"graphs": 1, "beside": [TOP + 1]}, ConfigError, "max_size"),
         ({"graphs": 1, "max_waste": 1.5}, ConfigError, "max_waste"),

@@ -114,7 +114,7 @@ def test_a_histogram_is_planned_with_the_standard_hedge():
     assert plan.sizes == (5, 16) or plan.sizes == (8, 16)
     assert plan.robust.hedge.hedge == FALLBACK_HEDGE
     assert any("no order" in text for text in plan.warnings)
-    with pytest.raises(ConfigError, match="order is unknown"):
+    with pytest.raises(ConfigError, match="not record the order"):
         plan_sizes(histogram, graphs=2, max_size=16, fit_on="first-half")
 
 

@@ -45,8 +45,8 @@ __all__ = ["CompiledGraph"]
 MAX_REBINDS = 8
 
 _NEXT_STEPS = {
-    PlainReason.GRADIENTS: "Graphs do not record gradients: call under torch.no_grad() or "
-    "torch.inference_mode().",
+    PlainReason.GRADIENTS: "Graphs do not record gradients: call the model under "
+    "torch.no_grad() or torch.inference_mode().",
     PlainReason.INPUT_WRITTEN: "Clone it first, or register it as a buffer of the module.",
     PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()).",
     PlainReason.SEVERAL_DIMS: "Mark only the batch dimension as dynamic.",
@@ -56,6 +56,8 @@ _NEXT_STEPS = {
     "harmless, such as fill={'slots': sink}, or to {} if padding rows write nothing.",
     PlainReason.HELD_MOVED: "Update the tensors in place instead of replacing them.",
     PlainReason.LAYOUT: "Pass a contiguous tensor.",
+    PlainReason.ODD_ARGUMENT: "Pass it as a tensor.",
+    PlainReason.NO_BATCH: "Pass a tensor that has a batch dimension.",
 }
 
 
@@ -72,7 +74,8 @@ class CompiledGraph:
         options: The options of the backend.
         pieces: The pieces of the graph; a single graph piece if it was not split.
         runner: The runner; None before the first step.
-        plain: The reason why all steps run eager, as (reason, explanation); None otherwise.
+        plain: The reason why all steps run eager, as (reason, explanation); None if the graph can
+            be captured.
         num_rebinds: Number of times that held tensors were replaced.
 
     Thread safety: any thread may call it.
@@ -161,7 +164,7 @@ class CompiledGraph:
     # -- setup --------------------------------------------------------------------------
 
     def _fill_is_missing(self) -> tuple[str, str] | None:
-        """Return the reason if the graph must not run on padding rows, or None."""
+        """Return why the graph must not run on padding rows, or None if it may."""
         arguments = self._arguments
         if not arguments.written or self.options.fill is not None or arguments.num_rows is not None:
             return None

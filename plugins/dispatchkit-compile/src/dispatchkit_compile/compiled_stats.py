@@ -18,7 +18,7 @@ class CompiledStats:
     Attributes:
         name: The graph's name.
         plain_steps: Number of steps that bypassed the runner and ran eager, by reason.
-        runner: Statistics of the runner; None before its first step.
+        runner: Statistics of the runner; None before the graph's first step.
     """
 
     name: str

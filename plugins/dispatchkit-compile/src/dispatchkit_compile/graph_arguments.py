@@ -72,7 +72,7 @@ class GraphArguments:
 
 
 def read_arguments(graph: fx.GraphModule) -> GraphArguments:
-    """Determine the role of each argument, and whether the graph can be captured."""
+    """Return the role of each argument, and whether the graph can be captured."""
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     fakes = [example_of(node) for node in nodes]
     writes, aliases = _effects(graph, fakes)
@@ -190,13 +190,12 @@ def _dynamic_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set[int]]:
-    """Return the positions of arguments that a graph writes, and of arguments that its results
-    alias.
+    """Return the positions of arguments that the graph writes, and that its results alias.
 
     Runs the graph once on fake tensors, which have shapes and storages but no data.
     """
-    # Use the mode that created the fake tensors; the current mode is the one that Dynamo sets for
-    # backends.
+    # Use the mode that created the fake tensors. The current mode is another mode, which Dynamo
+    # sets for backends.
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     if mode is None:
         return set(), set()

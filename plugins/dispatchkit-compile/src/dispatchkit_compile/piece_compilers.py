@@ -24,7 +24,7 @@ def piece_compiler(compiler: Any) -> PieceCompiler | None:
 
 
 def _compile_with_inductor(piece: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
-    """Compile a piece with inductor, with dynamic shapes."""
+    """Return a piece compiled by inductor for dynamic shapes."""
     from torch._inductor import standalone_compile
 
     compiled: Callable[..., Any] = standalone_compile(piece, fakes, dynamic_shapes="from_graph")

@@ -63,11 +63,8 @@ class SplitRules:
                 near = nearest_names(one, torch._C._dispatch_get_all_op_names())
                 near += nearest_names(one, filter(None, map(function_name, graph.graph.nodes)))
                 raise UnknownNameError("split point", one, {*names, *near})
-            raise ConfigError(
-                "at",
-                str(one),
-                f"called by the step, which calls {', '.join(sorted(names)) or 'none'}",
-            )
+            called = ", ".join(sorted(names)) or "only torch operators"
+            raise ConfigError("at", str(one), f"called by the step, which calls {called}")
 
 
 def op_name(node: fx.Node) -> str | None:
@@ -135,7 +132,7 @@ _MEMBER = re.compile(r"\['?([^'\]]+)'?\]")
 
 
 def _modules_of(node: fx.Node) -> Iterator[tuple[str, type]]:
-    """Yield path and class of each module that contains a node, outermost first."""
+    """Yield the path and class of each module that contains a node, outermost first."""
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():
         if isinstance(kind, type):
             plain = _ROOT.sub("", str(path)).replace("._modules", "")

@@ -2,9 +2,9 @@
 
 The traced operations are cut into consecutive parts. Operations that match a rule or are in a
 marked region form eager parts; the others form graph parts. Each part becomes a piece for
-``GraphRunner``. A piece receives inputs and weights directly, and earlier results that it or later
-pieces need as a tuple. Values stay in the memory that their graph wrote; only new memory that an
-eager piece returns is copied.
+``GraphRunner``. A piece receives inputs and weights directly, and a tuple of the earlier results
+that it or later pieces need. Values stay in the memory that their graph wrote; only new memory that
+an eager piece returns is copied.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def split_graph(
     compile_piece: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] | None = None,
     held: list[torch.Tensor] | None = None,
 ) -> list[Piece]:
-    """Split a traced step.
+    """Return the pieces of a traced step.
 
     Args:
         traced: The traced step.
@@ -129,7 +129,7 @@ def split_graph(
             "at",
             [str(rule) for rule in rules.given],
             "rules that leave at least one operation to capture",
-            f"With these, all operations of {name!r} would run eager.",
+            f"With these rules, all operations of {name!r} would run eager.",
         )
     return list(_Builder(traced, name, compile_piece, held).pieces(parts))
 
@@ -158,7 +158,10 @@ def _launches(node: fx.Node) -> bool:
 
 
 def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
-    """Cut a graph into parts; merge adjacent parts of one kind unless a mark separates them."""
+    """Return the parts of a graph, in order.
+
+    Adjacent parts of one kind are merged, unless a mark separates them.
+    """
     parts: list[_Part] = []
     depth = 0
     is_broken = True

@@ -38,7 +38,7 @@ class Stage:
         name: Name of the piece in messages.
         module: The operations of the piece.
         run: The operations as a callable, compiled or not.
-        held: The list of held tensors.
+        held: The list from which held tensors are read.
         is_first: Whether this is the first piece, which receives no carried values.
 
     Attributes:

@@ -1,8 +1,8 @@
 """A ``torch.compile`` backend that runs models through captured graphs.
 
-The entry point ``torch_dynamo_backends`` registers it for
-``torch.compile(model, backend="dispatchkit", options={...})``. ``compile`` in this module also
-marks the batch dimension, so that one compilation serves every size.
+The entry point ``torch_dynamo_backends`` registers the backend for ``torch.compile(model,
+backend="dispatchkit", options={...})``. ``compile`` in this module also marks the batch dimension,
+so that one compilation serves every size.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class CompiledModel:
         model: The original model.
         backend: The backend that compiles the model.
         num_uncompiled: Number of calls that ran the original model. With skipped guards, these are
-            the calls whose arguments differ from the first call in more than values and sizes.
+            the calls whose arguments differ from those of the first call in more than values and
+            sizes.
     """
 
     model: Callable[..., Any]
@@ -220,7 +221,7 @@ class CompiledModel:
             mark_batch(value, dim % value.dim())
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the properties of the call that Dynamo would guard, except tensor sizes."""
+        """Return the properties of the call that Dynamo would guard on, except tensor sizes."""
         return (
             tuple(map(_fact, args)),
             tuple((name, _fact(value)) for name, value in kwargs.items()),

@@ -1,8 +1,8 @@
 """Trace a Python step into one graph that is valid for every batch size.
 
 Dynamo traces the step once, with an unknown batch size, without running it. Code that cannot be
-traced this way (a branch on data or on the size, an unsupported call) is rejected with its line: a
-graph specialized to one size would be wrong at another.
+traced this way (a branch on data or on the size, an unsupported call) raises an error that names
+the line, because a graph specialized to one size would be wrong at another.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TracedStep:
         graph: The graph, whose arguments include the parameters of the model.
         inputs: Names of the step's inputs.
         roles: The role of each argument of the graph.
-        held: The held tensors.
+        held: Weights, buffers and caches, in the order of ``HeldTensor.index``.
         leaves: The leaves of the step's result.
         spec: The structure of the step's result.
     """
@@ -163,7 +163,7 @@ _MARK_TAKES_ID = "shape_id" in inspect.signature(torch._dynamo.decorators.mark_u
 
 
 def size_source(size: Any, tensors: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the tensor and dimension that have a symbolic size, or None."""
+    """Return the tensor's name and the dimension that have this size, or None."""
     expression = _expression(size)
     for name, tensor in tensors.items():
         for dim, length in enumerate(tensor.shape):

@@ -71,8 +71,8 @@ class MemberReport:
 
     Attributes:
         name: Name of the member.
-        priority: Priority of the member.
-        policy: Name of the policy.
+        priority: Priority of the member; members with higher priority are asked first.
+        policy: Name of the member's policy.
         faults: Number of times that the member raised or broke a hard constraint.
         last_fault: Description of the last fault; empty if there was none.
         suspended: Whether the member is skipped until it is resumed.
@@ -100,7 +100,7 @@ class MemberState:
 
 
 def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> list[Member]:
-    """Convert records, tables or strings to a list of members.
+    """Return the members that are given as records, tables or strings.
 
     Raises:
         ConfigError: A member is invalid.

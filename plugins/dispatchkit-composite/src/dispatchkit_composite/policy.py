@@ -52,7 +52,7 @@ class CompositePolicy:
             default, the only member is ``vllm``.
         pyproject: Path of a TOML file that lists the members, instead of ``members``.
         max_faults: Number of consecutive faults after which a member is suspended.
-        plugins: Plugins that provide policies by name; by default, the installed ones.
+        plugins: Plugins that provide policies by name; by default, the installed plugins.
 
     Raises:
         ConfigError: A member is invalid, or two members have the same name.
@@ -73,7 +73,7 @@ class CompositePolicy:
             raise ConfigError("pyproject", pyproject, "omitted if members are given")
         self.max_faults = check_count(max_faults, "max_faults")
         if plugins is not None:
-            check_instance(plugins, PluginSet, "plugins", "load_plugins() returns one.")
+            check_instance(plugins, PluginSet, "plugins", "Pass the result of load_plugins().")
         self._members: tuple[MemberState, ...] = ()
         self._graphs: GraphView | None = None
         if pyproject is not None:
@@ -104,7 +104,7 @@ class CompositePolicy:
 
     @property
     def traits(self) -> frozenset[str]:
-        """The traits of a single member; for several, ``stateless`` if all members have it."""
+        """The traits of the only member, or ``stateless`` if all of several members have it."""
         claimed = [policy_traits(one.policy) for one in self._members]
         if len(claimed) == 1:
             return claimed[0]
@@ -123,7 +123,7 @@ class CompositePolicy:
         """Remove a member. Call ``dispatcher.swap()`` afterwards to empty the table.
 
         Raises:
-            UnknownNameError: There is no such member.
+            UnknownNameError: No member has this name.
         """
         gone = self._find(name)
         self._members = tuple(one for one in self._members if one is not gone)
@@ -132,7 +132,7 @@ class CompositePolicy:
         """Resume a suspended member. Existing decisions remain until the next swap.
 
         Raises:
-            UnknownNameError: There is no such member.
+            UnknownNameError: No member has this name.
         """
         one = self._find(name)
         one.suspended = False
@@ -164,7 +164,7 @@ class CompositePolicy:
         return list(keys)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the first answer of a member that satisfies the hard constraints."""
+        """Return the members' first answer that satisfies the hard constraints."""
         self._graphs = graphs
         refused: Decision | None = None
         for one in self._active():
@@ -182,7 +182,10 @@ class CompositePolicy:
         return self._observe if any(_learns(one) for one in self._members) else None
 
     def _observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Pass the outcome to learning members; ``won`` is true only for the deciding member."""
+        """Return the updates of the learning members after an outcome.
+
+        They receive the outcome with ``won`` set only for the deciding member.
+        """
         who, _, rest = outcome.decision.policy.partition("/")
         updates = []
         for one in self._active():
@@ -219,9 +222,9 @@ class CompositePolicy:
         return None if answer is None else attrs.evolve(answer, policy=_label(one, answer))
 
     def _permitted(self, one: MemberState, update: CellUpdate) -> CellUpdate | None:
-        """Return an update that the member may make, or None.
+        """Return the update if the member may make it, otherwise None.
 
-        A member may change cells that it decides, or have cells decided again.
+        A member may change the cells that it decides, and may have cells decided again.
         """
         answer, graphs = update.decision, self._graphs
         if answer is None and update.up_to:

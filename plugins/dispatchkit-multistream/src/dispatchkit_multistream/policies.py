@@ -29,7 +29,9 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """A lane policy that uses the lane with the least unfinished work; ties are broken in turn.
+    """A lane policy that uses the lane with the least unfinished work.
+
+    Equally loaded lanes are used in turn.
 
     Args:
         by: Unit of work, ``tokens`` or ``steps``.
@@ -66,7 +68,7 @@ class LeastLoaded:
 class ByKey:
     """A lane policy that runs all steps of a graph on fixed lanes, so that few lanes capture it.
 
-    The lanes of a key depend only on its name, so they are the same in every process. Eager steps
+    The lanes of a key are computed from its name, so every process uses the same lanes. Eager steps
     use the least loaded lane.
 
     Args:

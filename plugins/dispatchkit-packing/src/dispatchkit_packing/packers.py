@@ -2,7 +2,8 @@
 
 Bin packing is NP-hard. First-fit decreasing uses at most 11/9 of the minimum number of bins plus
 6/9 (Dósa, 2007). However, bins are padded to captured sizes and each step has a fixed cost, so the
-fewest bins are not always the cheapest: 33 tokens fit into one step of 64, or into two of 32 and 1.
+fewest bins are not always the cheapest: 33 tokens fit into one step of 64 tokens, or into two steps
+of 32 and 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STEP_TOKENS = 64
 
 
 def first_fit_decreasing(lengths: Sequence[int], limits: PackingLimits) -> list[list[int]]:
-    """Put items, longest first, into the first bin with room.
+    """Put items, longest first, into the first bin that has room.
 
     Args:
         lengths: Number of tokens of each item.
@@ -50,10 +51,10 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 
 
 class CheapestPacking:
-    """The cheapest of several first-fit decreasing packings, one for each captured size.
+    """A packer that compares first-fit decreasing packings, one for each captured size.
 
-    A packing never costs more than that of ``first_fit_decreasing``, which is one of the
-    candidates.
+    It returns the cheapest packing. The packing of ``first_fit_decreasing`` is one of them, so the
+    result never costs more.
 
     Args:
         cost: Function that returns the cost of a step from its number of tokens, in any unit, such

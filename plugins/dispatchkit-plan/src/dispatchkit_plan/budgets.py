@@ -19,7 +19,7 @@ __all__ = ["Budget", "make_budget"]
 
 @attrs.frozen(eq=False)
 class Budget:
-    """Limit on the number of graphs, or on the total price of the captured sizes."""
+    """Limit on the number of graphs, or on their total memory or capture time."""
 
     graphs: int | None
     setting: str = ""
@@ -40,16 +40,16 @@ def make_budget(
 
     Args:
         graphs: Number of graphs to plan.
-        memory_bytes: Maximum memory of all graphs, in bytes.
-        capture_time_s: Maximum time of all captures, in seconds.
+        memory_bytes: Maximum total memory of the graphs, in bytes.
+        capture_time_s: Maximum total capture time of the graphs, in seconds.
         bytes_per_graph: Memory of each graph in bytes; overrides the cost model.
         capture_s_per_graph: Time of each capture in seconds; overrides the cost model.
         model: Cost model, which may contain the memory and capture time of each size.
         candidates: Sizes that may be captured.
 
     Raises:
-        ConfigError: No budget or several budgets are given, the budget is invalid, or the price of
-            a graph is missing.
+        ConfigError: No budget or several budgets are given, the budget is invalid, or the memory or
+            capture time of a graph is unknown.
     """
     given = {
         name: value
@@ -116,6 +116,6 @@ def _prices(
             per,
             None,
             f"given with {setting}",
-            "Or pass a calibrated cost model that includes it.",
+            "Alternatively, pass a cost model that was calibrated with it.",
         )
     return np.array([curve(int(size)) * scale for size in candidates])

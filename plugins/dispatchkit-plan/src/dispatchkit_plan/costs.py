@@ -14,10 +14,10 @@ Optional fields:
 - ``graph_bytes`` and ``capture_us``: the memory and the capture time of one more graph.
 - ``clock``: ``device``, or ``host`` if the times were measured without a device.
 
-All curves describe whole steps. ``covers`` returns whether a size is in the measured range.
+Each time is the time of a whole step.
 
-If the time of a step also depends on another quantity (a sequence length, an image size), the file
-has curves for several values of that axis: ``"axis": "length", "at": [[16, {"eager_us": ...,
+If the time of a step also depends on an axis (a sequence length, an image size), the file has
+curves for several values of this axis: ``"axis": "length", "at": [[16, {"eager_us": ...,
 "graph_us": ...}], ...]``. The curves outside ``at`` are then the curves of the largest value.
 """
 
@@ -59,7 +59,7 @@ class Curve:
     """A curve through measured points, interpolated linearly.
 
     Sizes below the first point have the value of the first point. Above the last point, the last
-    segment is extended, but never downward; a single point is a constant.
+    segment is extended, but never downward. A curve of one point is constant.
 
     Attributes:
         points: (tokens, value) pairs, sorted by tokens.
@@ -96,7 +96,10 @@ class Curve:
 
 
 def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | None:
-    """Interpolate between two curves, or extrapolate above ``high``, but never downward."""
+    """Return the curve at a fraction ``share`` of the way from ``low`` to ``high``.
+
+    A fraction above 1 extrapolates, but never to values below ``high``.
+    """
     if low is None or high is None:
         return None
     points = []
@@ -107,7 +110,10 @@ def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | Non
 
 
 def _curve(setting: str, points: Any) -> Curve:
-    allowed = "a list of [tokens, value] pairs with distinct sizes and finite values of at least 0"
+    allowed = (
+        "a list of [tokens, value] pairs with distinct sizes of at least 1 and finite values of at "
+        "least 0"
+    )
     if isinstance(points, Curve):
         points = points.points
     try:
@@ -252,7 +258,7 @@ class CostModel:
         )
 
     def covers(self, num_tokens: int) -> bool:
-        """Return whether the eager and the graph curve were measured up to a size."""
+        """Return whether the eager and graph curves were measured up to this size."""
         return num_tokens <= min(self.eager_us.last, self.graph_us.last)
 
     def step_us(
@@ -267,7 +273,7 @@ class CostModel:
 
         Args:
             num_tokens: Number of tokens of the step.
-            captured: Size of the graph that serves the step; None runs it eager.
+            captured: Size of the graph that serves the step; None for an eager step.
             best: Whether to run eager if that is faster than the graph.
             piecewise: Whether the step has eager pieces between its graphs.
         """
@@ -314,7 +320,7 @@ class CostModel:
                 f"{where}: format",
                 found,
                 repr(COST_MODEL_FORMAT),
-                "A cost model is a JSON object; `dispatchkit calibrate` writes one.",
+                f"A cost model is a JSON object. {_WRITES}",
             )
         if data.get("version") != COST_MODEL_VERSION:
             raise ConfigError(
@@ -362,13 +368,17 @@ class CostModel:
             missing = {"eager_us", "graph_us"} - set(curves)
             odd = set(curves) - set(_CURVES)
             if missing or odd:
-                raise ConfigError("at", sorted(curves), f"curves among {', '.join(_CURVES)}")
+                raise ConfigError(
+                    "at",
+                    sorted(curves),
+                    f"curves among {', '.join(_CURVES)}, including eager_us and graph_us",
+                )
             shared = {"name": data["name"], "source": data.get("source", "")}
             found.append((value, cls(**shared, clock=data.get("clock", "device"), **curves)))
         return found
 
 
-_WRITES = "`dispatchkit calibrate` writes one."
+_WRITES = "`dispatchkit calibrate` writes cost models."
 
 
 def check_cost_model(model: Any, setting: str) -> CostModel:
@@ -387,7 +397,7 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
     """Return a built-in cost model by name, or load one from a file.
 
     Raises:
-        UnknownNameError: There is no built-in model and no file of this name.
+        UnknownNameError: The name is neither a built-in model nor a file.
         ConfigError: The file is not a cost model; the message contains its path.
     """
     name = check_path(name_or_path, "cost model")
@@ -448,7 +458,8 @@ BUILTIN_COST_MODELS: Mapping[str, CostModel] = {
         eager_us=[(385, 1135.0), (513, 1445.0), (769, 1946.0), (1025, 2507.0)],
         graph_us=[(512, 1330.0), (768, 1900.0), (1024, 2425.0), (2048, 4890.0)],
         source=_H100.format(
-            "8-layer MLP, width 4096: eager just above a bucket, graph at the next bucket. "
+            "8-layer MLP, width 4096. Eager was measured just above a bucket, and the graph at the "
+            "next bucket. "
             "Not measured below 385 (eager) and 512 (graph) tokens."
         ),
     ),

@@ -1,8 +1,8 @@
-"""Convert a plan to settings of an engine.
+"""Convert a plan to the settings of a serving engine.
 
-The lists of engines count different units. Sizes for vLLM count tokens of any step; sizes for
-SGLang and TensorRT-LLM count requests of decode steps. Each emitter documents its unit. With a
-drafter, a step has several tokens per request.
+Engines count capture sizes in different units: vLLM in tokens of any step, SGLang and TensorRT-LLM
+in requests of decode steps. ``EngineSettings.means`` names the unit. With speculative decoding, a
+decode step has several tokens per request.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class EngineSettings:
 
     Attributes:
         engine: Name of the engine, as passed to ``emit``.
-        text: Text to paste.
-        sizes: Sizes in the text.
+        text: Text to paste into the command line or configuration of the engine.
+        sizes: Capture sizes in the text.
         means: Unit of the sizes.
         notes: Further advice, one sentence per entry.
-        source: Documentation of the format.
+        source: Where the engine documents the format.
     """
 
     engine: str

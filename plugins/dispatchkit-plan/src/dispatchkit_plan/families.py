@@ -55,7 +55,7 @@ def split_families(
     Both kinds are returned even if one kind has no steps yet, because later traffic may have some.
 
     Raises:
-        ConfigError: Planning by kind is requested, but the kind is not recorded.
+        ConfigError: Planning by kind of step is requested, but the kinds are not recorded.
     """
     if by_uniform and work.uniform is None:
         raise ConfigError(
@@ -168,7 +168,7 @@ def joint_curve(
             total = _with_group(total, group(uniform, 0, [alone]))
         if not rest:
             continue
-        # ends[e]: the best plans for the first e counts, with each range of counts as one group.
+        # ends[e]: the best plans for the first e LoRA counts, over all ways to group them.
         ends: list[JointCurve] = [total]
         for end in range(1, len(rest) + 1):
             options = []

@@ -9,9 +9,9 @@ batches tend to differ in size from long batches, so each bucket needs its own s
 it finds the best sizes (``optimal``). It then divides the values into ranges, within one budget of
 graphs. The result is the exact optimum for the considered values and sizes.
 
-If the trace has more values or sizes than are considered, the distance from the optimum is bounded.
-All steps are rounded down to considered values and sizes. No plan for the original steps has a
-lower cost than the best plan for the rounded steps.
+If the trace has more values or sizes than are considered, the planner bounds the distance from the
+optimum. It rounds all steps down to considered values and sizes. No plan for the original steps has
+a lower cost than the best plan for the rounded steps.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GridPlan:
     """Buckets of an axis with their capture sizes, and the quality of the plan.
 
     Attributes:
-        axis: Name of the axis.
+        axis: Name of the axis that has the buckets.
         grid: Capture sizes of each bucket, ascending.
         num_graphs: Total number of graphs, over all buckets.
         waste_pct: Padding on the judged steps within the limits, as a percentage of the real work.
@@ -83,7 +83,7 @@ class GridPlan:
             size and axis value, in percent. Equal to ``waste_pct`` without a cost model.
         gap_pct: Upper bound on the excess over the optimum for the planning steps, in percent of
             the optimum; 0 if the plan is optimal. None if no bound is known, because the plan is
-            hedged or larger graphs take less time in the cost model.
+            hedged, or because a graph is faster than a smaller graph in the cost model.
         product: Best combination of separately planned sizes and buckets, with at most the same
             number of graphs, judged on the same steps.
         future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
@@ -160,7 +160,7 @@ def plan_grid(
 
     Args:
         trace: Steps with a value of the axis (column ``axis.NAME``).
-        axis: Name of the axis.
+        axis: Name of the axis to plan buckets for.
         graphs: Total number of graphs, over all buckets.
         max_size: Largest size, captured in every bucket; by default, the size of the largest step.
         max_value: Largest bucket; by default, the largest value.
@@ -188,7 +188,7 @@ def plan_grid(
             trace.source,
             None,
             f"has no step within max_size {max_size} and max_value {max_value} of {axis} to plan "
-            "on. Raise them.",
+            "on. Raise these limits.",
         )
     if cost_model is not None and cost_model.along and cost_model.axis != axis:
         raise ConfigError(
@@ -250,7 +250,7 @@ class _Batches:
         return self.chosen((self.sizes <= max_size) & (self.values <= max_value))
 
     def split(self, fit_on: FitOn) -> tuple[_Batches, _Batches, str]:
-        """Return the steps to plan on, the steps to judge on, and a description of the latter."""
+        """Return the planning steps, the judged steps, and a description of the judged steps."""
         if fit_on == "all":
             return self, self, "the planning steps"
         if fit_on != "first-half":
@@ -409,8 +409,8 @@ class _GridPlanner:
         at = np.searchsorted(values, work.values)
         top = int(sizes[-1])
         by_value = [_demand(work.sizes[at == index], top) for index in range(len(values))]
-        # At [end, k], for the first `end` values and k graphs: the minimum cost, the start of their
-        # last bucket, and its number of sizes.
+        # Each entry [end, k] is for the first `end` values and k graphs: the minimum cost, the
+        # start of the last bucket, and its number of sizes.
         least = np.full((len(values) + 1, most + 1), np.inf)
         least[0, 0] = 0.0
         begins, counts = np.zeros((2, len(values) + 1, most + 1), dtype=np.int64)
@@ -454,7 +454,10 @@ def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
 
 
 def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
-    """Return the distinct values, or quantiles if there are more than ``most``."""
+    """Return the values to consider, ascending: ``top``, ``also`` and the found values.
+
+    If more than ``most`` distinct values were found, quantiles replace them.
+    """
     different = np.unique(found)
     if len(different) > most:
         # Choose half by frequency and half by value, because rare large values are expensive.

@@ -1,14 +1,15 @@
-"""Hedging: plan for traffic similar to the trace instead of exactly the trace.
+"""Hedging: plan for traffic similar to the trace rather than for the trace itself.
 
-The optimal sizes of a trace overfit it. If sizes are planned on one minute of traffic, an unseen
-size of the next minute may be padded to the largest graph. The planner therefore optimizes for a
-mixture of three histograms: the trace's histogram, this histogram with each size spread over its
-neighborhood, and a small share of every size, proportional to 1/size.
+Sizes that are optimal for one trace overfit that trace. If sizes are planned on one minute of
+traffic, an unseen size of the next minute may be padded to the largest graph. The planner therefore
+optimizes for a mixture of three histograms: the trace's histogram, this histogram with each size
+spread over its neighborhood, and a small share of every size, proportional to 1/size.
 
 The shares are found by validation. The trace is divided into blocks. For each mixture in a short
 list, sizes are planned on the first blocks and judged on the next block. Every block after the
-first is judged once. The best mixtures are averaged: a mixture that is 3% worse than another has
-about a third of its weight. Only steps used for planning are used for validation.
+first is used for judging once. The mixtures are then averaged, and a lower excess has more weight:
+a mixture with 1.03 times the lowest excess has about 40% of the weight of the best mixture. Only
+steps used for planning are used for validation.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ class Hedge:
                 raise ConfigError("hedge spread width", width, "a number between 0 and 1")
 
     def apply(self, demand: FloatArray, *, weight: float | None = None) -> FloatArray:
-        """Return the histogram to plan for, with the same total as ``demand``.
+        """Return the histogram to plan for.
 
         Args:
             demand: Number of batches of each size, 0 to N. Shape (N + 1,).
-            weight: Total weight of the prior; by default, the total demand.
+            weight: Total number of batches in the prior before its share is applied; by default,
+                the total of ``demand``.
         """
         top = len(demand) - 1
         total = float(demand[1:].sum())
@@ -116,7 +118,7 @@ def _spread(demand: FloatArray, width: float) -> FloatArray:
 
 
 NO_HEDGE = Hedge(own=1.0)
-"""No hedge: plan for exactly the trace."""
+"""No hedge: plan for the trace itself."""
 
 FALLBACK_HEDGE = Hedge(own=0.6, spread=((0.25, 0.38),), prior=0.02)
 """Hedge without validation, for steps of unknown order or traces with too few steps."""
@@ -152,7 +154,7 @@ class HedgeChoice:
 
 
 def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) -> HedgeChoice:
-    """Return the average of the hedges that perform best on later blocks of the steps.
+    """Return the average of the candidate hedges, weighted by their results in validation.
 
     Args:
         steps: Number of tokens of each step, in order, at most the largest candidate. Shape
@@ -196,8 +198,8 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
         _average(HEDGE_CANDIDATES, weights),
         validated=True,
         reason=(
-            f"Average of {len(HEDGE_CANDIDATES)} mixtures; a lower excess has more weight. Each "
-            f"mixture was validated {_BLOCKS - 1} times, on the next block of the trace."
+            f"Average of {len(HEDGE_CANDIDATES)} mixtures, with more weight for a lower excess. "
+            f"Each mixture was validated on {_BLOCKS - 1} blocks of the trace."
         ),
         expected_excess_pct=tuple(
             (k, float(value)) for k, value in zip(levels, excess[:, best].mean(axis=0), strict=True)
@@ -212,7 +214,7 @@ def sum_of(blocks: Sequence[FloatArray]) -> FloatArray:
 
 
 def _thinned(candidates: IntArray, steps: IntArray) -> IntArray:
-    """Return at most ``_MAX_CANDIDATES`` candidates, because 70 plans are made."""
+    """Return at most ``_MAX_CANDIDATES`` candidates, to limit the time of 70 plans."""
     if len(candidates) <= _MAX_CANDIDATES:
         return candidates
     kept = np.linspace(0, len(candidates) - 1, _MAX_CANDIDATES // 2).astype(np.int64)

@@ -1,6 +1,6 @@
-"""Hints for schedulers: the number of tokens that fit into a step at no cost.
+"""Hints for schedulers: the number of tokens that fit into a step at no extra cost.
 
-A padded step costs the same if real tokens take the place of padding. A hint is the number of
+Replacing padding with real tokens does not change the time of a step. A hint is the number of
 tokens or requests that a scheduler can add before the step needs a larger bucket.
 """
 
@@ -21,8 +21,9 @@ class Hint:
 
     Attributes:
         bucket: Size that the step is padded to; None if it exceeds all buckets.
-        free_tokens: Number of tokens that can be added at no cost.
-        free_requests: Number of requests of ``query_len`` tokens that can be added at no cost.
+        free_tokens: Number of tokens that can be added at no extra cost.
+        free_requests: Number of requests of ``query_len`` tokens that can be added at no extra
+            cost.
         shrink_by: Number of tokens to remove to reach the next smaller bucket; None if the bucket
             is the smallest.
     """
@@ -89,7 +90,7 @@ def hint(
 
 
 def _shrink(table: Sequence[int], num_tokens: int) -> int | None:
-    """Return the distance to the next smaller bucket, found by bisection."""
+    """Return ``Hint.shrink_by``, found by bisection."""
     if num_tokens >= len(table):
         return num_tokens - (len(table) - 1) if len(table) > 1 else None
     bucket = table[num_tokens]

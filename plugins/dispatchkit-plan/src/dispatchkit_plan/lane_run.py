@@ -19,7 +19,7 @@ from dispatchkit_plan.scenario import Scenario
 
 __all__ = ["PENDING", "LaneRun", "Steps", "Tally"]
 
-#: Reason of the runner for eager steps whose graph has not been captured yet.
+#: Reason that a runner counts for an eager step whose graph has not been captured yet.
 PENDING = "capture_pending"
 _NO_GRAPH = object()  # placeholder for a captured graph
 _MAX_DENSE_CELLS = 1 << 24
@@ -29,8 +29,9 @@ _MAX_DENSE_CELLS = 1 << 24
 class Steps:
     """Arguments of ``dispatch`` for each step, as arrays of shape (steps,).
 
-    If there are axes, ``loras`` contains indices of variants. ``values`` contains the values of the
-    axis that costs depend on, or zeros if costs depend on no axis.
+    If there are axes, ``loras`` contains variants: indices that combine the adapters and the bucket
+    of each axis. ``values`` contains the values of the axis that costs depend on, or zeros if there
+    is no such axis.
     """
 
     num_tokens: IntArray
@@ -48,7 +49,7 @@ class Steps:
         """Return the steps of a trace that have tokens.
 
         Args:
-            trace: Steps of the trace.
+            trace: Trace whose steps are simulated.
             config: Configuration whose limits and axes the steps must match.
             axis: Name of the axis that costs depend on; empty for none.
 
@@ -178,7 +179,8 @@ class LaneRun:
         for packed in cells.tolist():
             tokens, uniform, loras, value = batch_of(packed)
             tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens, value))
-        # A decision is valid up to a number of requests. Dispatch larger batches separately.
+        # A decision is valid up to a number of requests. Batches with more requests are dispatched
+        # separately.
         bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
         beyond = np.flatnonzero(steps.num_reqs > bounds[number])
         if len(beyond):
@@ -233,8 +235,9 @@ class LaneRun:
     # -- all policies ---------------------------------------------------------------------
 
     def _tally(self, decision: Decision, num_tokens: int, value: int) -> Tally:
-        # Tallies are keyed by identity: a bound decision belongs to one cell, so it has one time
-        # for each value of the axis. The tally keeps the decision alive, so its id stays unique.
+        # Tallies are keyed by the id of the decision. A decision belongs to one cell of the table,
+        # so all its steps with one value of the axis take the same time. The tally keeps the
+        # decision alive, so the id is not reused.
         tally = self.tallies.get((id(decision), value))
         if tally is None:
             key = decision.key  # the keys of all parts have the same bucket of the axis
@@ -244,7 +247,7 @@ class LaneRun:
         return tally
 
     def eager_us(self, num_tokens: int, value: int) -> float:
-        """Return the time of an eager step."""
+        """Return the time of an eager step, in microseconds."""
         return self._model_at(value).eager_us(num_tokens)
 
     def _model_at(self, value: int) -> CostModel:

@@ -4,9 +4,9 @@ Graphs of one lane share a pool and reuse each other's temporary memory. The poo
 graph needs more temporary memory than any earlier graph. This is the case for the largest graph,
 which is captured first, and sometimes for a small graph that uses another kernel. Memory that a
 graph keeps (tensors that outlive its capture) is added for each graph. The forecast is therefore
-the size of the pool after the sampled captures, plus the memory that the graph of each other size
-will keep. The memory kept by a size between two samples is assumed to be between the memory kept by
-the two samples.
+the size of the pool after the sampled captures, plus the memory that the graph of each unsampled
+size will keep. The memory kept by a size between two samples is assumed to be between the memory
+kept by the two samples.
 
 Without ``held_bytes``, the two kinds of growth cannot be distinguished, and all growth counts as
 kept memory. This forecast is safe, but far too high if most of the growth was temporary memory,
@@ -37,7 +37,7 @@ __all__ = [
 SEGMENT_BYTES = 2 * 1024 * 1024
 """Smallest unit in which torch's caching allocator reserves memory (torch 2.x, kSmallBuffer)."""
 
-# Number of samples after the driver's first block that suffice to measure its growth.
+# Number of samples after the first driver block that suffice to measure how driver memory grows.
 _ENOUGH_BLOCKS = 3
 
 
@@ -107,9 +107,9 @@ def forecast_memory(
 
     Args:
         samples: Samples in the order of capture, largest size first. The first sample must have the
-            largest of ``sizes``. Include the smallest size, and sizes of about half the previous
-            sample. Libraries switch kernels around powers of two, and another kernel may grow the
-            pool.
+            largest of ``sizes``. Include the smallest size. In between, take about half the size of
+            the previous sample each time: libraries switch kernels around powers of two, and
+            another kernel may grow the pool.
         sizes: All sizes that will be captured.
         segment_bytes: Unit in which the pool and the driver's memory grow.
 
@@ -130,7 +130,7 @@ def forecast_memory(
     first, last = taken[0].reserved_bytes, taken[-1].reserved_bytes
     expected = low = high = float(last)
     if any(size not in wanted for size in grown):
-        low = float(first)  # samples that are not in ``sizes`` may hold memory
+        low = float(first)  # samples outside ``sizes`` may hold part of the pool
     per_graph, is_guessed = [], False
     for size in wanted[1:]:
         if size in grown:
@@ -151,10 +151,9 @@ def forecast_memory(
 
 
 def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
-    """Return about ``count`` sizes from the largest to the smallest, at even ratios.
+    """Return about ``count`` of the sizes, largest first, evenly spaced on a log scale.
 
-    The ratios are even because libraries switch to kernels with other memory requirements around
-    powers of two.
+    Libraries switch to kernels with other memory requirements around powers of two.
     """
     largest, smallest = sizes[0], sizes[-1]
     wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
@@ -164,8 +163,8 @@ def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
 def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:
     """Return the expected and the maximum driver memory for ``num_sizes`` sizes.
 
-    The driver allocates another whole block when the current block is full. The fill of the first
-    block is unknown, so only growth after the next new block shows how fast blocks fill.
+    The driver allocates another whole block when the current block is full. How full the block was
+    before the first sample is unknown, so the growth is measured from the first new block on.
     """
     seen = [sample.driver_bytes for sample in taken]
     rest = max(0, num_sizes - len(taken))

@@ -26,7 +26,7 @@ from dispatchkit_plan.optimal import (
 
 __all__ = ["Objective", "PaddingObjective", "TimeObjective", "padded_sizes", "waste_pct"]
 
-#: Condition for replaying a graph that is large enough; see ``TimeObjective``.
+#: Allowed values of ``TimeObjective.dispatch``.
 DISPATCHES = ("always", "best")
 
 
@@ -57,7 +57,7 @@ class PaddingObjective:
         return padding_costs(candidates, demand)
 
     def at_sizes(self, sizes: Sequence[int], max_size: int) -> FloatArray:
-        """Return the cost of a batch of each size, 0 to ``max_size``, at captured sizes."""
+        """Return the cost of a batch of each size, 0 to ``max_size``, with graphs of ``sizes``."""
         return padded_sizes(sizes, max_size).astype(np.float64)
 
     def exact(self, max_size: int) -> FloatArray:
@@ -93,7 +93,7 @@ class TimeObjective:
 
     @property
     def monotone(self) -> bool:
-        """Whether larger graphs never take less time, up to the last measured size."""
+        """Whether no graph is faster than a smaller graph, up to the last measured size."""
         values = [value for _, value in self.model.graph_us.points]
         return values == sorted(values)
 
@@ -106,14 +106,14 @@ class TimeObjective:
         return served_costs(candidates, demand, np.minimum(graph[:, None], eager[None, :]))
 
     def at_sizes(self, sizes: Sequence[int], max_size: int) -> FloatArray:
-        """Return the cost of a batch of each size, 0 to ``max_size``, at captured sizes."""
+        """Return the cost of a batch of each size, 0 to ``max_size``, with graphs of ``sizes``."""
         by_size = {int(size): self.model.graph_us(int(size)) for size in sizes}
         padded = padded_sizes(sizes, max_size)
         cost = np.array([by_size.get(int(size), 0.0) for size in padded])
         return self._choose(cost, max_size)
 
     def exact(self, max_size: int) -> FloatArray:
-        """Return the cost of each size with a graph of that size, or eager if cheaper."""
+        """Return the cost of a batch of each size with an exact graph, or eager if cheaper."""
         graph = np.array(self.model.graph_us.table(max_size))
         eager = np.array(self.model.eager_us.table(max_size))
         exact: FloatArray = np.minimum(graph, eager)

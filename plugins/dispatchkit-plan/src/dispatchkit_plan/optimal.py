@@ -40,7 +40,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_ROWS = 64  # rows per block: larger blocks make windows wider, smaller blocks add overhead
+_ROWS = 64  # rows per block: larger blocks search wider ranges of j, smaller blocks add overhead
 
 
 def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
@@ -143,7 +143,7 @@ def size_curve(
         cost: Cost matrix, as returned by ``padding_costs`` or ``served_costs``. Shape (M, M).
         max_sizes: Maximum number of sizes, at most the number of candidates.
         monotone: Whether a batch never costs less at a larger candidate. If True, the best
-            predecessor is monotone, and most candidates are skipped. Pass False with required
+            predecessor never decreases, and most candidates are skipped. Pass False with required
             sizes.
 
     Raises:
@@ -188,9 +188,9 @@ def best_sizes_within(
     """Return the best sizes whose prices sum to at most a budget, and their cost.
 
     The budget is never exceeded. If all prices are equal, the result is exact. Otherwise, prices
-    are rounded down to multiples of 1/``units`` of the budget; if the best set for these prices
-    fits the budget, this set is also exact. If not, the result is the best set for prices rounded
-    up.
+    are rounded down to multiples of 1/``units`` of the budget. If the best set for the rounded
+    prices fits the budget at full prices, the result is exact, too. If not, the result is the best
+    set for prices rounded up.
 
     Args:
         candidates: Sizes that may be captured, ascending; the last one is always included. Shape
@@ -209,7 +209,7 @@ def best_sizes_within(
             setting,
             budget,
             f"at least {price[-1]:g}, the price of the largest size ({int(candidates[-1])} tokens)",
-            "Raise it, or lower the largest size.",
+            f"Raise {setting}, or lower the largest size.",
         )
     count = len(candidates)
     if price.min() == price.max():

@@ -125,7 +125,7 @@ def plan_own_sizes(
     The result is exact if the budget is a number of graphs or if all graphs take the same memory.
     Otherwise, sizes are chosen as if the memory of each graph were rounded up to a multiple of
     1/128 of the budget. The rest of the budget is then filled with the graphs that save the most
-    time for their memory.
+    time per byte.
 
     Args:
         data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
@@ -137,8 +137,8 @@ def plan_own_sizes(
         memory_bytes: Memory for the added graphs. Requires ``bytes_per_graph``, or a cost model
             with ``graph_bytes``.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
-        max_size: Size above which steps are not considered; by default, the largest replay size in
-            the cost model or in ``beside``, whichever is larger.
+        max_size: Size above which steps are not considered; by default, the largest graph size in
+            the cost model or in ``beside``.
         fit_on: ``all``, or ``first-half`` to plan on the first half and judge on the second.
 
     Raises:
@@ -166,7 +166,7 @@ def plan_own_sizes(
     warnings = []
     if fit.axes:
         warnings.append(
-            f"The steps have values of {', '.join(fit.axes)}. Each size needs a graph for every "
+            f"The steps have the axes {', '.join(fit.axes)}. Each size needs a graph for every "
             "combination of buckets, but the budget counts sizes."
         )
     steps = _Steps.of(fit, max_size, kept, cost_model, max_waste)
@@ -187,7 +187,7 @@ def plan_own_sizes(
     limit = float(budget.graphs or budget.limit)
     if price and min(price.values()) > limit:
         least = min(price.values())
-        raise ConfigError(budget.setting, limit, f"at least {least:g}, the price of one graph")
+        raise ConfigError(budget.setting, limit, f"at least {least:g}, the memory of one graph")
     chosen = _choose(steps, kept, price, limit)
     later = _Steps.of(judged, max_size, kept, cost_model, max_waste)
     after = later.time_us({*kept, *chosen})
@@ -256,7 +256,7 @@ class _Steps:
         return int(self.counts[self.batches == size].sum())
 
     def served_us(self, size: int) -> FloatArray:
-        """Return the time of a step of each size, if the next larger graph has ``size``."""
+        """Return the time of a step of each size if its smallest sufficient graph has ``size``."""
         wastes = size - self.batches > self.max_waste * size
         return np.where(wastes, self.eager_us, self.graph_us(size))
 
@@ -323,7 +323,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add the sizes that save the most time per price, until no further size fits."""
+    """Add the sizes that save the most time per unit of price, until no further size fits."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

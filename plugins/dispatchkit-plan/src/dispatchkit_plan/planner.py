@@ -75,9 +75,9 @@ def plan_sizes(
         data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
         graphs: Number of graphs to plan. Pass exactly one of ``graphs``, ``memory_bytes`` and
             ``capture_time_s``.
-        memory_bytes: Maximum memory of the graphs. Requires ``bytes_per_graph``, or a cost model
-            with ``graph_bytes``.
-        capture_time_s: Maximum time of all captures. Requires ``capture_s_per_graph``, or a cost
+        memory_bytes: Maximum total memory of the graphs. Requires ``bytes_per_graph``, or a cost
+            model with ``graph_bytes``.
+        capture_time_s: Maximum total capture time. Requires ``capture_s_per_graph``, or a cost
             model with ``capture_us``.
         max_size: Largest size, always captured and counted as one of the graphs. Larger steps run
             eager.
@@ -89,10 +89,10 @@ def plan_sizes(
         cost_model: Cost model, to minimize time instead of padding.
         dispatch: With a cost model, ``always`` to replay, or ``best`` to run eager if that is
             faster.
-        align: Divisor of all sizes, in tokens, including ``max_size``.
+        align: Number of tokens that divides every size, including ``max_size``.
         token_budget: Size above ``max_size`` for which one graph is considered; ``auto`` for the
-            most frequent size. Its graph replaces another graph if that saves time according to the
-            cost model. It is considered only if the budget is a number of graphs.
+            most frequent size, None for no size. The graph replaces another graph if ``graphs`` is
+            given and the cost model predicts that this saves time.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         capture_s_per_graph: Time of each capture, for ``capture_time_s``.
         lora_overhead: Extra cost of a step per adapter of its graph, as a fraction.
@@ -100,11 +100,11 @@ def plan_sizes(
         max_uniform_size: Largest uniform batch in tokens (vLLM: max_num_seqs x query_len); by
             default, ``max_size``. Used only to count the graphs of the lists that a keyed plan is
             compared with.
-        curve_to: Compute the curve at least up to this number of graphs.
+        curve_to: Number of graphs to which ``Plan.curve`` extends; more if the plan has more.
 
     Raises:
-        ConfigError: A setting is out of range, several budgets are given, or the largest graph
-            alone exceeds the budget.
+        ConfigError: A setting is out of range, no budget or several budgets are given, or the
+            largest graph alone exceeds the budget.
         TraceError: No step has at most ``max_size`` tokens.
 
     Sizes are in tokens, memory in bytes, times in seconds.
@@ -224,7 +224,7 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     usable, total = int(demand[1:].sum()), fit.num_steps
     if fit.axes:
         warnings.append(
-            f"The steps have values of {', '.join(fit.axes)}. Each size needs a graph for every "
+            f"The steps have the axes {', '.join(fit.axes)}. Each size needs a graph for every "
             "combination of buckets, but the budget counts sizes."
         )
     if usable < MIN_STEPS:
@@ -303,8 +303,8 @@ class _Planner:
         if num_graphs > distinct * len(families):
             warnings.append(
                 f"The plan has {counted(num_graphs, 'graph')}, but the planning steps have only "
-                f"{counted(distinct, 'distinct size')}. The other graphs serve sizes that have not "
-                "occurred yet."
+                f"{counted(distinct, 'distinct size')}. The additional graphs serve sizes that "
+                "have not occurred yet."
             )
         over = self.judged.num_tokens > self.max_size
         padding = PaddingObjective()
@@ -392,7 +392,7 @@ class _Planner:
                 self.budget.setting,
                 self.budget.limit,
                 f"enough for {counted(joint.fewest, 'graph')}, one for each kind of step",
-                "Raise it, or plan without keyed.",
+                f"Raise {self.budget.setting}, or plan without keyed.",
             )
         return within, curve
 
@@ -415,7 +415,10 @@ class _Planner:
 
 
 def _matched_by(curve: Sequence[tuple[int, float]], waste: float) -> int | None:
-    """Return the number of graphs from which on no plan has more padding than ``waste``."""
+    """Return the smallest k such that all plans of k or more graphs have at most this padding.
+
+    The result is None if the largest plan has more padding.
+    """
     matched = None
     for graphs, planned in reversed(curve):
         if planned > waste + 1e-9:

@@ -75,7 +75,7 @@ class Exchange:
 class RankSimulation:
     """Result of simulating a trace on several ranks.
 
-    Times are per rank; multiply them by ``ranks`` for the total of all ranks.
+    Times are in seconds per rank. Multiply them by ``ranks`` for the total of all ranks.
 
     Attributes:
         label: Name of the scenario.
@@ -85,9 +85,10 @@ class RankSimulation:
         modes: Number of these steps in each runtime mode.
         changed_modes: Number of steps whose mode was changed by another rank.
         real_tokens: Number of real tokens of all ranks.
-        rank_padding: Number of tokens added to make every batch as large as the largest.
-        graph_padding: Number of further tokens added to fit graphs.
-        own_s: Time of a rank's own steps, averaged over ranks.
+        rank_padding: Number of tokens added to make every batch as large as the largest batch of
+            its common step.
+        graph_padding: Number of tokens then added to fill the graphs.
+        own_s: Time of the steps if each rank decided alone, averaged over ranks.
         slowest_s: Time spent waiting for the rank with the slowest step, averaged over ranks.
         padding_s: Extra time due to the agreed size and mode, compared with the slowest rank's own
             step.
@@ -169,7 +170,11 @@ def simulate_ranks(
     steps = Steps.of(trace, config)
     num_rounds = len(steps) // ranks
     if not num_rounds:
-        raise TraceError(trace.source, None, f"has fewer steps with tokens than {ranks} ranks.")
+        raise TraceError(
+            trace.source,
+            None,
+            f"has fewer steps with tokens than {ranks} ranks. Use a longer trace.",
+        )
     steps = _first(steps, num_rounds * ranks)
     run = LaneRun(dispatcher, model, scenario, random.Random(0))
     tallies, number = run.decide_all(steps)

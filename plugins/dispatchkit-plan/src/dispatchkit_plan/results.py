@@ -1,4 +1,4 @@
-"""Results of the planner: sizes, their quality, and their assumptions."""
+"""Results of the planner: capture sizes, their quality, and how they were found."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class RivalResult:
     Attributes:
         num_graphs: Number of graphs that the list requires.
         waste_pct: Padding as a percentage of the real tokens.
-        matched_by: Smallest number of graphs from which on no plan of the curve has more padding
-            than the list; None if the largest plan has more.
+        matched_by: Smallest k such that all plans of the curve with k or more graphs have at most
+            the padding of the list; None if the largest plan has more.
     """
 
     num_graphs: int
@@ -64,7 +64,7 @@ class RivalResult:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """Capture sizes, their quality, and their assumptions.
+    """Capture sizes, their quality, and how they were found.
 
     Attributes:
         sizes: Sizes to capture for all families, ascending. The largest candidate size is always
@@ -86,8 +86,8 @@ class Plan:
             itself is hedged.
         num_steps: Number of judged steps of any size.
         num_steps_over: Number of judged steps above ``max_size``.
-        token_budget: Whether one more graph at the token budget saves time. None if no step is
-            above ``max_size`` or sizes are planned by kind.
+        token_budget: Verdict on a graph at the token budget. None if no step is above ``max_size``,
+            or if sizes are planned by kind.
         objective: Description of the objective.
         warnings: Caveats about the plan.
     """

@@ -79,13 +79,13 @@ class Scenario:
             model.
         eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the
             graph with the fewest replays relative to its size.
-        capture_after: Number of times that steps request a graph before it is captured; until then,
-            these steps run eager. Above 1, nothing is captured before the first step.
+        capture_after: Number of requests for a graph at which it is captured. Earlier requests run
+            eager. Above 1, nothing is captured before the first step.
         lanes: Number of lanes. Steps are assigned to lanes in turn, and each lane has its own
             graphs.
         cost_model: Cost model, name of a built-in model, or path of a file.
-        sample_every: Number of steps from one measurement of timed decisions to the next. One-shot
-            steps are always measured.
+        sample_every: Minimum number of steps between two measurements for a learning policy.
+            One-shot decisions are always measured.
         rows_independent: Whether the policy may split mixed batches over several graphs. The time
             of a split step is the sum of the times of its parts.
         noise: Deviation of measured times from true times.
@@ -136,7 +136,7 @@ class Scenario:
         """The loaded cost model.
 
         Raises:
-            UnknownNameError: There is no built-in model and no file of this name.
+            UnknownNameError: The name is neither a built-in model nor a file.
             ConfigError: The file is not a cost model.
         """
         given = self.cost_model

@@ -3,10 +3,9 @@
 The real dispatcher decides; only the device is simulated. Times come from a cost model. A learning
 policy receives times with noise, as if they were measured; results contain the exact times.
 
-A policy that does not learn is a function of the batch. Each distinct batch is therefore decided
-only once, so a million steps cost no more than a table of batches. With a limit on live graphs, the
-order of steps matters, so live graphs are tracked step by step. With a learning policy, every step
-is decided.
+A policy that does not learn is a function of the batch, so each distinct batch is decided only
+once. With a limit on live graphs, the order of steps matters, so live graphs are tracked step by
+step. With a learning policy, every step is decided.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def simulate(
     """Simulate a trace under a scenario.
 
     Args:
-        trace: Steps of the trace; steps without tokens are skipped.
+        trace: Steps to simulate; steps without tokens are skipped.
         scenario: Policy, sizes, limits and costs; by default, the default ``Scenario``.
         plugins: Plugins that provide policies by name; loaded by default.
 
@@ -133,7 +132,7 @@ def simulate(
     check_trace(trace)
     scenario = scenario or Scenario()
     if plugins is not None:
-        check_instance(plugins, PluginSet, "plugins", "load_plugins() returns one.")
+        check_instance(plugins, PluginSet, "plugins", "Pass the result of load_plugins().")
     check_instance(scenario, Scenario, "scenario", "Write Scenario(policy='vllm'), for example.")
     model = scenario.model
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)

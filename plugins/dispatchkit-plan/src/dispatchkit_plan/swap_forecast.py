@@ -65,8 +65,8 @@ class SwapForecast:
         same_steps: Number of steps whose decision would not change.
         refused_steps: Number of steps above the candidate's limit, which would raise. They are
             excluded from all other fields.
-        active_us: Current time of the steps according to the cost model.
-        candidate_us: Time of the steps after the swap.
+        active_us: Time of the steps before the swap, according to the cost model.
+        candidate_us: Time of the steps after the swap, according to the cost model.
         differences: Groups of steps that would run differently, largest groups first.
         cost_model: Name of the cost model.
         notes: Caveats about the numbers.
@@ -90,7 +90,7 @@ class SwapForecast:
 
     @property
     def ratio(self) -> float:
-        """Time after the swap divided by the current time; below 1 if the swap is faster."""
+        """Time after the swap divided by the current time; below 1 if the swap saves time."""
         return self.candidate_us / self.active_us if self.active_us else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,4 +236,4 @@ def _notes(
     if not model.covers(largest):
         yield f"{model.name} was not measured up to {largest} tokens, so times are extrapolated."
     if then.dispatcher.policy_parts.learns:
-        yield "The candidate learns; the forecast does not include what it would learn."
+        yield "The candidate learns while it serves, which the forecast does not include."

@@ -2,10 +2,10 @@
 
 A busy server fills its steps up to the scheduler's token budget. Many steps that are too large for
 all graphs therefore have exactly that size, and a graph of that size serves them without padding.
-The graph may still cost time: it takes the place of another graph, and a large step gains little.
-An engine that pads every step to the next graph would also pad all steps between the largest other
-graph and the token budget. To compare the graph with eager, the cost model must cover its size;
-padding alone is not enough.
+The graph may still cost time: it takes the place of another graph, and replaying a large step saves
+little. An engine that pads every step to the next graph would also pad all steps between the
+largest other graph and the token budget. Comparing the graph with eager requires a cost model that
+covers its size; counting padding is not enough.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def weigh_token_budget(
         wanted: Size to consider; ``auto`` for the most frequent size above ``max_size``; None to
             consider no size.
         objective: Objective of the plan.
-        curve: Plans without the graph.
+        curve: Plans of sizes up to ``max_size``.
         num_graphs: Total number of graphs, including this graph. None if the budget is not a number
             of graphs.
 

@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps."""
+        """Total number of steps of all entries."""
         return int(self.counts.sum())
 
     def chosen(self, mask: IntArray | BoolArray | slice) -> Workload:
@@ -57,7 +57,10 @@ class Workload:
         )
 
     def demand(self, max_size: int) -> FloatArray:
-        """Return the number of steps of each size, 0 to ``max_size``; skip larger steps."""
+        """Return the number of steps of each size, ignoring steps above ``max_size``.
+
+        The array has shape (max_size + 1,).
+        """
         small = self.num_tokens <= max_size
         return np.bincount(
             self.num_tokens[small],
@@ -66,7 +69,7 @@ class Workload:
         ).astype(np.float64)
 
     def split(self, fit_on: FitOn) -> tuple[Workload, Workload, str]:
-        """Return the steps to plan on, the steps to judge on, and a description of the latter.
+        """Return the planning steps, the judged steps, and a description of the judged steps.
 
         Raises:
             ConfigError: Halves are requested for steps without an order.
@@ -80,7 +83,7 @@ class Workload:
             raise ConfigError(
                 "fit_on",
                 fit_on,
-                "'all' for a file of counts, because their order is unknown",
+                "'all' for a file of counts, which does not record the order of steps",
                 "Use a step trace to plan on its first half.",
             )
         middle = len(self.num_tokens) // 2
@@ -92,7 +95,7 @@ class Workload:
 
 
 def check_trace(trace: Any) -> StepTrace:
-    """Validate steps that were read from a trace, and return them.
+    """Check that a value is a ``StepTrace``, and return it.
 
     Raises:
         ConfigError: The value has the wrong type; for example, it is a path.
@@ -102,7 +105,7 @@ def check_trace(trace: Any) -> StepTrace:
 
 
 def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
-    """Return a trace or histogram as arrays, excluding steps without tokens.
+    """Return the workload of a trace or histogram, excluding steps without tokens.
 
     Raises:
         ConfigError: The value has the wrong type; for example, it is a path.

@@ -1,4 +1,4 @@
-"""Capture, upload and evict the graphs of a runner as ``CapturePlanner`` predicts."""
+"""Capture, upload and evict the graphs of a runner as ``CapturePlanner`` chooses."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Predictive:
     """An assistant that captures and uploads the graphs of a runner in idle time.
 
     Attach it to a runner and call ``idle`` whenever there is time. Between these calls, it only
-    records keys. If a step has the same key as the previous step, this costs one comparison.
+    records keys. Recording a step with the key of the previous step costs one comparison.
 
     Args:
         order: Length of the longest context used for predictions, in keys.
-        decay: Factor by which each new count reduces earlier counts, above 0 and at most 1.
+        decay: Factor by which each new count multiplies earlier counts, above 0 and at most 1.
         margin: Factor, at least 1, by which the score of a key must exceed that of the key
             evicted for it.
         least_used: Minimum share of prefetched graphs that steps use, from 0 to 1. If the share is
@@ -99,7 +99,7 @@ class Predictive:
         runner.taps.on_decision(self._on_decision)
 
     def _make_planner(self, keys: Sequence[GraphKey], max_graphs: int | None) -> CapturePlanner:
-        """Return a planner for keys.
+        """Return a planner of captures for the given keys.
 
         Raises:
             ConfigError: A setting or the limit is invalid.

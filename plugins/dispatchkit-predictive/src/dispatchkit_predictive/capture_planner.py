@@ -66,7 +66,7 @@ class CapturePlanner:
         return self._clock >= self._off_until
 
     def record_use(self, key: GraphKey, *, has_graph: bool) -> None:
-        """Record that a step needs a key, and whether it has a graph."""
+        """Record that a step needs a key, and whether the key has a graph."""
         if not has_graph:
             self._wanted.pop(key, None)
             self._wanted[key] = None

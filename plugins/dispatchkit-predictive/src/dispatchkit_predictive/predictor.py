@@ -37,7 +37,7 @@ _WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
 # Share of the total weight that is redistributed evenly at each change.
 _SHARE = 0.02
 # Weights of the long-run and the recent frequency in a score; the weight of the next change is 1.
-# With the frequencies, frequent keys stay captured even if they are not expected next.
+# The frequencies keep common keys captured that are not expected next.
 _LONG, _LATE = 0.3, 0.6
 
 # Maximum number of recorded keys waiting to be learned; the oldest are dropped.
@@ -73,7 +73,7 @@ class KeyPredictor:
     Args:
         keys: All declared keys.
         order: Length of the longest context, in keys.
-        decay: Factor by which each new count reduces earlier counts of the same context or move,
+        decay: Factor by which each new count multiplies earlier counts of the same context or move,
             above 0 and at most 1.
 
     Raises:
@@ -259,7 +259,10 @@ def _count(row: dict[T, float], what: T, decay: float) -> None:
 
 
 def _spread(width: float, distances: range) -> list[tuple[int, float]]:
-    """Return shares for distances; they decrease with distance and sum to 1."""
+    """Return a (distance, share) pair for each distance.
+
+    The shares decrease with distance and sum to 1.
+    """
     shares = [math.exp(-abs(away) / width) for away in distances]
     total = sum(shares)
     return [(away, share / total) for away, share in zip(distances, shares, strict=True)]
@@ -271,7 +274,7 @@ def _normal(found: list[float]) -> list[float]:
 
 
 def _mixed(found: list[float], base: list[float]) -> list[float]:
-    """Mix 90% of a distribution with 10% of the base; return the base if it is empty."""
+    """Return 90% of a distribution plus 10% of the base, or the base if all counts are 0."""
     total = sum(found)
     if not total:
         return base
@@ -279,7 +282,7 @@ def _mixed(found: list[float], base: list[float]) -> list[float]:
 
 
 def _without(forecast: list[float], last: int) -> list[float]:
-    """Condition a forecast on a change of key: exclude the last key, allow all others."""
+    """Return a forecast for a change of key: any key except the last is possible."""
     found = [max(one, 1e-9) for one in forecast]
     found[last] = 1e-9
     return _normal(found)

@@ -45,7 +45,7 @@ class PredictionSimulation:
 
 def _check_steps(keys: Any) -> None:
     if not isinstance(keys, Sequence):
-        hint = "keys_of_trace(trace) returns one."
+        hint = "Pass the first result of keys_of_trace(trace)."
         raise ConfigError("keys", keys, "a list with the key of each step, or None", hint)
 
 
@@ -171,8 +171,8 @@ def fewest_eager_steps(
 ) -> int:
     """Return the minimum number of steps that miss a graph, if the future is known.
 
-    Captures the key that is needed soonest and evicts the key that is needed last (Belady's rule).
-    If there is time for a capture after each step, no rule does better.
+    The simulation captures the key that is needed soonest and evicts the key that is needed last
+    (Belady's rule). If there is time for a capture after each step, no rule does better.
 
     Args:
         keys: Key of each step; None for a step that always runs eager.

@@ -95,7 +95,7 @@ class EngineExport:
     Args:
         where: Port, or path of a text file (``.prom``) for the node exporter's textfile collector.
         rank: Rank of the process, which is added to the port or to the name of the file.
-        world_size: Number of ranks.
+        world_size: Number of ranks; if there are several, the file's name contains the rank.
         period_s: Seconds between two writes of the file.
 
     Raises:
@@ -164,8 +164,8 @@ def export_engine(
     Args:
         counts: Counters to export, read whenever metrics are requested or written.
         where: Port, or path of a text file.
-        rank: Rank of the process.
-        world_size: Number of ranks.
+        rank: Rank of the process, as for ``EngineExport``.
+        world_size: Number of ranks, as for ``EngineExport``.
 
     Raises:
         ConfigError: The port is in use, or the file cannot be written.

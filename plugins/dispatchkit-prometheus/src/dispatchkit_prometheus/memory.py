@@ -17,7 +17,7 @@ __all__ = ["MemoryCollector", "watch_memory"]
 
 
 class MemoryCollector(Collector):
-    """Collector that reads the accounts of memories at each scrape.
+    """Collector that reads the accounts of ``GraphMemory`` objects at each scrape.
 
     It holds weak references: a memory that was garbage-collected is no longer reported.
 

@@ -75,7 +75,7 @@ def calibrate(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> CostModel:
-    """Measure a step at every size, eager and replayed, and the costs of its graphs.
+    """Return the measured costs of a step: eager and replayed times, memory and capture times.
 
     Args:
         step: Runner, which is not changed, or a step to create a runner for: a function, a module,
@@ -232,7 +232,7 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
         sys.path[:] = before
     runner = found() if callable(found) else found
     if not isinstance(runner, GraphRunner):
-        raise ConfigError("model", model, form, f"It returned a {type(runner).__name__}.")
+        raise ConfigError("model", model, form, f"The result is a {type(runner).__name__}.")
     return runner
 
 
@@ -311,7 +311,7 @@ def _measure(
     samples: int,
     progress: Callable[[int, int], None] | None,
 ) -> dict[Arm, _Times]:
-    """Take one sample of each arm in turn, so that clock drift affects all arms equally."""
+    """Return the times of all arms, sampled in turn so that clock drift affects them equally."""
     calls = {(size, value): make(size, value) for _, size, value in arms}
     take = {"queued": _queued, "waited": _waited}[pace]
     found: dict[Arm, list[float]] = {arm: [] for arm in arms}

@@ -43,7 +43,7 @@ def forecast(
 
     Args:
         capture: Function that captures the graph of a size and returns an object that keeps the
-            graph and its outputs alive. It is called with the largest size first; later, capture
+            graph and its outputs alive. It is called with the largest size first. To serve, capture
             all sizes in the same order. All captures may share one pool, because earlier graphs
             stay alive.
         sizes: All sizes that will be captured, at least two.

@@ -39,7 +39,7 @@ def explain_trace(path: Path, settings: Settings, *, show_all: bool, as_json: bo
 
 
 def account_of(rows: StepTrace, settings: Settings, model: CostModel) -> Account:
-    """Run a trace through the selected policy, with a progress bar."""
+    """Return the account of a trace under the selected policy, with a progress bar."""
     config = config_for(rows, settings)
     note_unused_axes(rows, config)
     dispatcher = dispatcher_of(settings, config)
@@ -48,7 +48,7 @@ def account_of(rows: StepTrace, settings: Settings, model: CostModel) -> Account
 
 
 def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
-    """Return the configuration of the settings; derive missing values from the trace."""
+    """Return the configuration of the settings, with missing values derived from the trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureSizeWarning)  # dispatch_config warns below
         fitting = trace_config(rows, sizes=settings["sizes"])

@@ -51,7 +51,7 @@ def plan(
         typer.Option(
             "--capture-time-s",
             metavar="SECONDS",
-            help="Maximum time of all captures, instead of --graphs.",
+            help="Maximum total capture time, instead of --graphs.",
         ),
     ] = None,
     bytes_per_graph: Annotated[
@@ -65,7 +65,7 @@ def plan(
         typer.Option(
             "--capture-s-per-graph",
             metavar="SECONDS",
-            help="Seconds for one graph, for --capture-time-s.",
+            help="Capture time of one graph, for --capture-time-s.",
         ),
     ] = None,
     max_size: Annotated[
@@ -231,7 +231,12 @@ def plan(
             ("--engine", engine not in (None, "dispatchkit")),
         )
         if not isinstance(workload, StepTrace):
-            raise ConfigError("--axis", axis, "given with a trace of single steps")
+            raise ConfigError(
+                "--axis",
+                axis,
+                "omitted with a file of counts, which has no axes",
+                "Use a step trace.",
+            )
         if graphs is None:
             raise ConfigError("--graphs", None, "given with --axis")
         grid = plan_grid(
@@ -426,7 +431,7 @@ def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
 def show_settings(settings: EngineSettings, out: Console) -> None:
     """Print an engine's settings, ready to paste."""
     out.print(Text(f"\nFor {settings.engine} (sizes count {settings.means})", style="bold"))
-    print(settings.text)  # not wrapped, because it is pasted
+    print(settings.text)  # not wrapped, so that it can be pasted
     for note in settings.notes:
         out.print(Text(note))
     out.print(Text(f"Format: {settings.source}"))

@@ -1,8 +1,8 @@
-"""Account for a trace under a policy: every decision, its reason and its cost.
+"""Account of a trace under a policy: every distinct decision, its reason and its cost.
 
 In contrast to a simulation, which keeps totals, an account keeps every distinct decision, so that
-each can be explained. It needs no device: the real dispatcher decides, all declared graphs count as
-captured, and a cost model provides the times.
+each can be explained. An account needs no device: the real dispatcher decides, all declared graphs
+count as captured, and a cost model provides the times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AccountedDecision:
 
     Attributes:
         num_tokens: Number of tokens of the batch.
-        num_reqs: Number of requests of the first of these steps; 0 if the trace does not record it.
+        num_reqs: Number of requests of the first step with this decision; 0 if not recorded.
         uniform: ``uniform`` argument of ``dispatch``; 0 for mixed batches.
         loras: Number of active adapters; if axes are configured, the index of the variant.
         decision: Decision of the policy for the batch.
@@ -78,7 +78,7 @@ class AccountedDecision:
 
     @property
     def lost_us(self) -> float:
-        """Time that a graph of exactly the batch's size would save; at least 0."""
+        """Time that a graph of the exact size would save on these steps, at least 0."""
         return self.steps * self.cost.lost_us
 
 
@@ -150,7 +150,7 @@ class Account:
         return 100.0 * self.padding / self.real_tokens if self.real_tokens else 0.0
 
     def by(self, what: Callable[[AccountedDecision], Any]) -> dict[Any, list[AccountedDecision]]:
-        """Group the decisions by a function; groups with the most steps come first."""
+        """Return the decisions grouped by a function, groups with the most steps first."""
         groups: dict[Any, list[AccountedDecision]] = {}
         for one in self.decisions:
             groups.setdefault(what(one), []).append(one)
@@ -189,10 +189,10 @@ def account_for(
     *,
     progress: Progress | None = None,
 ) -> Account:
-    """Run a trace through a dispatcher and record every distinct decision.
+    """Return the account of a trace whose steps are decided by a dispatcher.
 
     Args:
-        trace: Steps of the trace; steps without tokens are skipped.
+        trace: Steps to decide; steps without tokens are skipped.
         dispatcher: Dispatcher whose decisions are recorded. Create it with ``lazy=True``, so that
             declared graphs count as captured.
         model: Cost model that provides the times.
@@ -216,8 +216,8 @@ def account_for(
     learns = dispatcher.policy_parts.learns
     num_bins = min(MAX_BINS, len(rows))
     bins = [AccountBin() for _ in range(num_bins)]
-    # Tallies are keyed by identity: a bound decision belongs to one cell. A tally keeps its
-    # decision alive.
+    # Tallies are keyed by the id of the decision, because each cell of the table has its own
+    # decision. The tally keeps the decision alive, so the id is not reused.
     tallies: dict[int, list[Any]] = {}
     for index, (tokens, reqs, uniform, loras) in enumerate(rows):
         decision = dispatcher.dispatch(tokens, reqs, uniform, loras)

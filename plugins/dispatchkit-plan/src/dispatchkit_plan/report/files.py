@@ -21,8 +21,8 @@ _MAX_JSON_BYTES = 64 * 1024 * 1024
 def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | list[Any]:
     """Return the steps or the JSON document in a file.
 
-    The file is read once, so it may be a pipe. A file of JSON lines contains steps, even if it has
-    only one line.
+    The file is read once, so it may be a pipe. A file of JSON lines is read as steps, even if it
+    has only one line.
 
     Raises:
         TraceError: The file cannot be read, or contains neither steps nor JSON.

@@ -32,7 +32,7 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     """Return the report of one or more simulations of a trace.
 
     Args:
-        rows: Result of ``Simulation.to_json`` of each simulation.
+        rows: Results of ``Simulation.to_json``, one per simulation.
         source: Name of the trace, or of the file with the simulations.
 
     Raises:

@@ -111,7 +111,8 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         ConfigError: The data are not statistics in the format of this version.
     """
     if data.get("version") != STATISTICS_VERSION:
-        raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION))
+        hint = "Save the statistics with this version of dispatchkit."
+        raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION), hint)
     samples = data.get("samples")
     if not isinstance(samples, list) or not samples:
         raise ConfigError(

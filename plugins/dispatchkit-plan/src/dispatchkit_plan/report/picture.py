@@ -21,7 +21,7 @@ def figure_of(report: Report, name: str) -> Figure:
     """Return the figure of a report with the given name.
 
     Raises:
-        ConfigError: The report has no figure of this name, or no data for the figure.
+        ConfigError: The report does not have the figure, or lacks the data for it.
     """
     drawn = [one for one in report.figures if isinstance(one, Figure)]
     for figure in drawn:

@@ -65,7 +65,10 @@ class SizeHistogram:
 
     @classmethod
     def from_trace(cls, trace: StepTrace) -> SizeHistogram:
-        """Count the steps of a trace; features without a column stay unknown."""
+        """Return the number of steps of each kind in a trace.
+
+        Without a column for it, ``uniform`` is None, and ``num_active_loras`` is 0.
+        """
         size = len(trace)
         tokens = trace.column("num_tokens")
         columns = trace.columns
@@ -118,7 +121,7 @@ class SizeHistogram:
         )
         order = [number for _, number in sorted(places)]
         if not order:
-            raise TraceError(self.source, None, "has only counts of 0.")
+            raise TraceError(self.source, None, "has only counts of 0. Use another file.")
         columns: dict[str, list[int]] = {"num_tokens": [kind.num_tokens for kind in kinds]}
         if any(kind.uniform is not None for kind in kinds):
             columns["uniform_decode"] = [int(bool(kind.uniform)) for kind in kinds]
@@ -132,7 +135,7 @@ class SizeHistogram:
 
 @attrs.frozen
 class CudagraphStatRow:
-    """One line of the table: steps with the same padding and mode.
+    """One line of vLLM's table: steps with the same padding and mode.
 
     Attributes:
         unpadded: Number of tokens before padding.
@@ -168,8 +171,8 @@ class CudagraphStats:
 
         The table has no column for uniform decode. With ``FULL_AND_PIECEWISE`` and
         ``FULL_DECODE_ONLY``, FULL graphs serve only uniform decode. PIECEWISE steps are assumed to
-        be mixed, because a uniform batch has this mode only above the largest decode graph. Steps
-        without a graph stay unknown.
+        be mixed, because a uniform batch has this mode only above the largest decode graph. The
+        kind of steps without a graph stays unknown.
         """
         counts: Counter[StepKind] = Counter()
         apart = self.config_mode in {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}
@@ -197,7 +200,8 @@ def read_cudagraph_stats(
     """Read the statistics that vLLM prints with ``--cudagraph-metrics``.
 
     The file may be a whole server log: lines outside tables are skipped, and lines of a table may
-    have a logger's prefix. vLLM starts each table at zero, so the tables of a log are added.
+    have a logger's prefix. vLLM starts counting anew in each table, so the counts of all tables in
+    a log are added.
 
     Args:
         path: Path of the log or table, plain or gzip.
@@ -364,7 +368,7 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
     if header is None:
         raise TraceError(name, None, "is empty. The first line of a histogram is `size,count`.")
     if not counts:
-        raise TraceError(name, None, "has a header but no sizes.")
+        raise TraceError(name, None, "has a header but no sizes. Add a line for each size.")
     return SizeHistogram(dict(counts), name)
 
 

@@ -97,5 +97,5 @@ def parse_log(
         return trace  # single steps in order are preferred to counts
     if stats is not None:
         return stats.histogram()
-    # Most likely a trace whose first line is wrong (without num_tokens), so report that.
+    # Most likely a trace whose first line lacks num_tokens, which parse_trace reports.
     return parse_trace(name, head)

@@ -26,7 +26,7 @@ class IterationLog:
     """Collector of the steps in a log, which passes every block on to the next reader.
 
     A step is uniform decode if it has no prompts and one token per request. Dummy iterations and
-    iterations without tokens are skipped. Times include only the time in steps.
+    iterations without tokens are skipped. Times exclude the time between steps.
     """
 
     def __init__(self) -> None:
@@ -53,5 +53,5 @@ class IterationLog:
             yield first, lines
 
     def trace(self, name: str) -> StepTrace | None:
-        """Return the collected steps, or None if there are none."""
+        """Return the collected steps, or None if the log has no steps."""
         return StepTrace(self._columns, source=name) if self._columns["step"] else None
