@@ -177,7 +177,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable."""
+        """Name of the environment variable for the setting."""
         return PREFIX + self.name.upper()
 
     def check(self, value: Any) -> Any:
@@ -274,7 +274,7 @@ class Settings:
             unless_given: Values for settings that are not given.
 
         Raises:
-            ConfigError: Settings contradict each other. Notes state their sources.
+            ConfigError: Settings contradict each other. The notes of the error state the sources.
         """
         values = {
             **{name: value for name, value in unless_given.items() if value is not None},

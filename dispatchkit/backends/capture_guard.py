@@ -141,7 +141,7 @@ def pause_capture() -> None:
 
 
 def resume_capture() -> None:
-    """Resume the paused capture."""
+    """Resume this thread's paused capture."""
     _thread.device, _thread.paused = _thread.device or _thread.paused, ""
 
 

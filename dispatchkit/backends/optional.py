@@ -318,7 +318,8 @@ class SleepingBackend(Protocol):
         """Wait for the device, then release the memory of pools; return the number of bytes.
 
         Until ``wake``, the memory must not be used, and nothing can be captured into the pools. A
-        replay raises on the tape, but may crash the process on a device. Graphs may be released.
+        replay raises on the tape, but may crash the process on a device. Graphs may be released
+        while their memory sleeps.
         """
         ...
 

@@ -41,7 +41,7 @@ def show_config(
     """Show every setting with its value and source.
 
     Settings come from [tool.dispatchkit] in the nearest pyproject.toml, from the environment
-    (DISPATCHKIT_POLICY, ...) and from the command line. Later sources override earlier ones.
+    (DISPATCHKIT_POLICY, ...) and from the command line. Later sources override earlier sources.
 
     Example: dispatchkit --set lazy=true config show --policy vllm
     """

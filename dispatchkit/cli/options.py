@@ -51,7 +51,7 @@ class Common:
 
     Attributes:
         config_file: The TOML file to read.
-        sets: ``NAME=VALUE`` pairs.
+        sets: ``NAME=VALUE`` pairs given with ``--set``.
     """
 
     config_file: Path | None = None

@@ -102,9 +102,9 @@ class DemoReport:
     Attributes:
         policy: Name of the policy of the dispatched run.
         policy_origin: Distribution and version of the policy.
-        backend: Name of the backend.
+        backend: Name of the backend that ran the steps.
         device: Facts about the device.
-        trace: Name of the trace.
+        trace: Name of the replayed trace.
         model: Sizes of the decoder and its cache.
         traffic: Steps and requests, and the omitted parts of the trace.
         times: Statistics by kind of step and runtime mode.

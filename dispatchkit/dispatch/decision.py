@@ -186,8 +186,8 @@ class Decision:
     ) -> Decision:
         """Return a decision to split a batch of independent rows over graphs.
 
-        Use it only if ``GraphView.may_split`` is true. The results are joined in order, and all
-        parts count as one step.
+        Use a split only if ``GraphView.may_split`` is true. The results are joined in order, and
+        all parts count as one step.
 
         Args:
             parts: At least two graphs of the same mode, larger graphs first, each with the number

@@ -40,7 +40,7 @@ class MeasuredTime:
     Attributes:
         steps: Number of timed steps.
         median_us: Median time of the steps on the stream, in microseconds.
-        clock: ``device`` or ``host``.
+        clock: The clock that measured the times: ``device`` or ``host``.
         queued: Whether the stream had other work to finish when the steps were launched.
     """
 

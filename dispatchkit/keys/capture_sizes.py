@@ -268,12 +268,12 @@ def derive_capture_sizes(
         generation: ``"0.11"``, ``"0.13"``, ``"0.33"`` or ``"newest"``.
         max_num_seqs: Largest number of requests in a batch.
         max_num_batched_tokens: Largest number of tokens in a batch.
-        user_sizes: The user's list, if given.
-        user_max_size: The user's maximum, if given.
+        user_sizes: The user's list of sizes, if given.
+        user_max_size: The user's maximum size, if given.
         mode: The configured mode, which decides whether sizes are derived and rounded.
         query_len: Tokens per request of a uniform decode batch (1 + speculative tokens).
         enforce_eager: Whether graphs are switched off.
-        tensor_parallel_size: Ranks that share one layer.
+        tensor_parallel_size: Number of ranks that share each layer.
         sequence_parallel: Whether sequence parallelism is on.
         ceiling: Upper limit of the default maximum; 0.33 uses 1024 on data-center Blackwell GPUs.
         small_steps: Whether every size up to 32 is captured (0.33's "interactivity" mode).
@@ -353,11 +353,11 @@ def round_sizes_for_query_len(
     ``rounds_for_query_len`` to find out whether a mode requires rounding.
 
     Args:
-        sizes: Capture sizes.
+        sizes: Capture sizes to round, in tokens.
         query_len: Tokens per request of a uniform decode batch.
         generation: The generation of vLLM whose rules apply.
         max_size: Largest size allowed; None means the largest of ``sizes``.
-        tensor_parallel_size: Ranks that share one layer.
+        tensor_parallel_size: Number of ranks that share each layer.
         sequence_parallel: Whether sequence parallelism is on.
 
     Raises:

@@ -54,7 +54,7 @@ class PluginInfo:
         name: Name of the plugin, which is the name of its entry point.
         distribution: Distribution of the plugin; None if it was passed in as an object.
         version: Version of the distribution; None if the plugin was passed in as an object.
-        origin: The origin as text.
+        origin: The plugin's origin, as text.
         state: State of the plugin.
         reason: The reason for the state, as text; may be empty.
         registers: The registrations as ``kind name``, such as ``policy vllm``.

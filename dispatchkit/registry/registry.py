@@ -64,9 +64,9 @@ class GraphRegistry:
     lock. Listeners are called in order under that lock and must not write.
 
     Attributes:
-        lock: The lock of writers. Tables derived from the registry must use this lock. With a
-            second lock, a listener and a declaration would acquire the two locks in opposite orders
-            and could deadlock.
+        lock: The lock that writers hold. Tables derived from the registry must use this lock. With
+            a second lock, a listener and a declaration would acquire the two locks in opposite
+            orders and could deadlock.
         num_changes: Number of changes: keys added, removed, changed, enabled or disabled.
     """
 

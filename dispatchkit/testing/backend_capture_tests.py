@@ -170,7 +170,7 @@ class CaptureTests:
         "dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
     )
     def test_outputs_are_not_computed_at_capture(self, rig: Rig, dtype: str) -> None:
-        """Reads before the first replay must be detectable."""
+        """Reads of outputs before the first replay must be detectable."""
         kind = getattr(rig.torch, dtype)
         x = rig.zeros(8, dtype=kind)
         graph = rig.capture(x.clone)

@@ -93,7 +93,7 @@ class Rig:
 
 
 class Pair(NamedTuple):
-    """A nested output."""
+    """A named tuple, for tests of nested outputs."""
 
     first: Any
     second: Any

@@ -27,7 +27,7 @@ class Case:
     """A policy with a random configuration and graphs in random states.
 
     Attributes:
-        policy: A fresh policy.
+        policy: The policy under test, newly created.
         config: The configuration under which the policy decides.
         keys: The keys that the policy declares.
         registry: The registry of the keys and their graphs.

@@ -133,7 +133,11 @@ class PolicyTests(CaseRunner):
             decision = case.decide(batch)
             mode = RuntimeMode.NONE if decision.key is None else decision.key.mode
             if decision.mode is not mode:
-                case.fail(f"returned mode {decision.mode} with key {decision.key}", batch)
+                case.fail(
+                    f"returned mode {decision.mode} with key {decision.key}; "
+                    "the mode must be that of the key, or NONE without a key",
+                    batch,
+                )
             if before != dict(case.registry.entries):
                 case.fail("decide changed the registry", batch)
 
@@ -190,8 +194,9 @@ class PolicyTests(CaseRunner):
                 batch.max_query_len is None or batch.max_query_len > descriptor.max_query_len
             )
             if wrong_length or too_long:
-                kind = f"uniform {batch.query_len}" if batch.uniform else "mixed"
-                case.fail(f"chose {key} for a {kind} batch", batch)
+                length = f"uniform batch with {batch.query_len} tokens per request"
+                kind = length if batch.uniform else "mixed batch"
+                case.fail(f"chose {key} for a {kind}", batch)
 
     @for_all_cases()
     def test_constraints_go_before_preferences(self, case: Case) -> None:
@@ -239,7 +244,11 @@ class PolicyTests(CaseRunner):
             if reason == Reason.ABOVE_LARGEST and fits is not None:
                 case.fail(f"returned eager ({reason}), although {fits} is ready and fits", batch)
             if reason == Reason.EMPTY_BATCH:
-                case.fail(f"returned eager ({reason}) for {batch.num_tokens} tokens", batch)
+                case.fail(
+                    f"returned eager ({reason}) for {batch.num_tokens} tokens, "
+                    "but the reason is only for empty batches",
+                    batch,
+                )
             graph_states = (
                 *(Reason.NOT_CAPTURED, Reason.CAPTURE_FAILED, Reason.EVICTED),
                 *(Reason.STALE, Reason.DISABLED),
@@ -441,7 +450,9 @@ class PolicyTests(CaseRunner):
                 if problem is not None:
                     case.fail(f"observe requested a decision that {problem}", update.batch)
                 if update.decision.key is None and not update.batch.allows(RuntimeMode.NONE):
-                    case.fail("observe requested eager where it is not allowed", update.batch)
+                    case.fail(
+                        "observe requested eager, which the batch does not allow", update.batch
+                    )
 
     @for_all_cases(learning=True)
     def test_failures_teach_nothing_about_latency(self, case: Case) -> None:

@@ -24,8 +24,8 @@ __all__ = ["OneBucketPolicy", "SmallestPolicy"]
 class SmallestPolicy:
     """A policy that chooses the smallest captured graph, and prefers FULL to PIECEWISE.
 
-    Use it in tests of components other than policies. Its decisions depend only on the batch, the
-    configuration and the captured graphs. Override ``declare`` to test other keys.
+    Use this policy in tests of components other than policies. Its decisions depend only on the
+    batch, the configuration and the captured graphs. Override ``declare`` to test other keys.
     """
 
     name = "smallest"
@@ -59,9 +59,9 @@ class SmallestPolicy:
 class OneBucketPolicy(SmallestPolicy):
     """A policy that chooses only the smallest bucket for the batch, never a larger bucket.
 
-    Use it in tests of graph states. If the graph of this bucket is missing, failed or evicted, the
-    step runs PIECEWISE, or eager with the state of the graph as the reason. Each mode has one key
-    per capture size, for mixed and uniform batches with any number of requests.
+    Use this policy in tests of graph states. If the graph of this bucket is missing, failed or
+    evicted, the step runs PIECEWISE, or eager with the state of the graph as the reason. Each mode
+    has one key per capture size, for mixed and uniform batches with any number of requests.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:

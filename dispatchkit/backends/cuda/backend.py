@@ -70,10 +70,10 @@ class CudaBackend:
             poll.
         refuse_host_syncs: Whether to refuse calls that wait for the device before the driver
             invalidates the capture; the error names the call. Set it to False only for functions
-            that fail under a dispatch mode. Functions wrapped in torch.compile work under it. If
-            False, torch or the driver refuses the calls without naming them, and an error of torch
-            that the function catches is not detected. Failed captures are cleaned up in either
-            case.
+            that fail under a dispatch mode. Functions wrapped in torch.compile work under a
+            dispatch mode. If False, torch or the driver refuses the calls without naming them, and
+            an error of torch that the function catches is not detected. Failed captures are cleaned
+            up in either case.
         copy_node: Whether graphs begin with a kernel that copies small inputs, if the kernel is
             available. Otherwise, torch copies device inputs before each launch, and graphs copy
             host inputs from pinned memory.

@@ -255,7 +255,7 @@ def copy_node(device_index: int, num_regions: int, num_bytes: int, data: int) ->
 def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel | str:
     """Load the kernel on a device; return it, or why it cannot be loaded.
 
-    Do not call it inside a capture.
+    Do not call this function inside a capture.
     """
     try:
         with torch.cuda.device(device_index):

@@ -1,7 +1,7 @@
 """Capture a callable in segments, with breaks within one call.
 
 The watch stays on the thread's mode stack, because the callable may be inside its own modes at a
-break. Between segments, it is paused.
+break. Between segments, the watch is paused.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stre
     for _ in range(len(idle)):
         try:
             yield idle.popitem()[1]
-        except KeyError:  # another thread took the last one
+        except KeyError:  # another thread took the last stream
             break
     for _ in range(2 * MAX_STREAMS):  # twice, because other code also requests streams
         # In CUDA, smaller numbers have a higher priority.

@@ -112,8 +112,8 @@ class Recorder(OperationMode):
     def kept(self) -> set[int]:
         """Return the storages that outlive the capture: outputs and tensors that user code stores.
 
-        Call it only after the callable has returned. The recorder holds one reference to each
-        storage, so any further reference belongs to other code.
+        Call this method only after the callable has returned. The recorder holds one reference to
+        each storage, so any further reference belongs to other code.
         """
         return {
             identity

@@ -1,7 +1,7 @@
 """Record a callable in segments, with breaks within one call.
 
 The recorder stays on the thread's mode stack, because the callable may be inside its own modes at a
-break. Between segments, it is paused.
+break. Between segments, the recorder is paused.
 """
 
 from __future__ import annotations

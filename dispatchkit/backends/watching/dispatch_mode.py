@@ -35,8 +35,8 @@ _Facts = TypeVar("_Facts")
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among an operation's arguments or results, including those in lists.
 
-    Modes call this for every operation. The function is five times faster than a generic tree
-    traversal.
+    Modes call this function for every operation. The function is five times faster than a generic
+    tree traversal.
     """
     for value in values:
         if isinstance(value, torch.Tensor):
