@@ -71,7 +71,7 @@ class Bucket:
         arms: All arms that can run the batches.
         eager: The eager arm; None if eager is not allowed.
         example: One batch of the bucket.
-        graph: The replaying arm in use; None if all batches run eager.
+        graph: The arm in use that replays graphs; None if all batches run eager.
         limit: Number of tokens up to which eager is used.
         sizes: Smallest and largest number of tokens among the batches decided so far.
         stale: Range of tokens whose cells may still hold an earlier decision; None if no cell does.

@@ -91,7 +91,7 @@ class Estimate:
         over_tokens: Whether the time depends on the number of tokens.
 
     Attributes:
-        samples: Number of samples.
+        samples: Number of measured times.
         noise: Relative standard deviation of a sample.
         last_step: Number of the step that gave the last sample.
         surprise: Logarithm of the ratio of the last sample to the expected time.

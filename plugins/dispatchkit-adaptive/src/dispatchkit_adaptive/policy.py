@@ -65,7 +65,7 @@ _WORTH_SAVING = 8.0
 # Minimum ratio of the allowance to the time at risk at which fewer steps are measured.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
-# Consecutive outcomes in other regimes after which the latest regime becomes current.
+# Number of consecutive outcomes in other regimes after which the latest regime becomes current.
 _REGIME_CHANGE = 8
 # Parts are tried instead of one graph if they compute at most this share of the graph's tokens.
 _WORTH_SPLITTING = 0.75
@@ -100,7 +100,7 @@ class AdaptivePolicy:
 
     Raises:
         ConfigError: An option is invalid.
-        UnknownNameError: No policy has the name of the base.
+        UnknownNameError: ``base`` is not the name of a policy.
     """
 
     name = "adaptive"
@@ -242,8 +242,8 @@ class AdaptivePolicy:
         """Learn from a completed step; return updates of the dispatcher's table.
 
         A step waits for this method, so each call does little. It updates one estimate and the
-        choice of the batch's bucket. It then makes one further change: it renews the cells of that
-        bucket, sends or withdraws a probe, or updates the choice and cells of another bucket.
+        choice of the batch's bucket. It then does one more thing: renew the cells of that bucket,
+        send or withdraw a probe, or update the choice and cells of another bucket.
         """
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         _, _, bucket = self._places.get(batch, (None, None, None))
@@ -340,8 +340,8 @@ class AdaptivePolicy:
 
         Call this method after a capture, and again after the outcomes of all runs have been
         observed. The first call returns each graph at its size, and eager at both ends of each band
-        of sizes. Later calls repeat the runs of arms whose time cannot yet be distinguished from
-        that of the base's arm, and the runs of the base's arm.
+        of sizes. Later calls repeat the runs of the base's arm, and of arms whose time cannot yet
+        be distinguished from the time of the base's arm.
         """
         self._choose_all()
         self._calibration_rounds += 1
@@ -422,7 +422,7 @@ class AdaptivePolicy:
         """Write the learned estimates to a file, completely or not at all, and return its path.
 
         Raises:
-            ConfigError: Neither this call nor the policy has a path, or the file cannot be
+            ConfigError: No path was given to this call or to the policy, or the file cannot be
                 written.
         """
         target = self.state_path if path is None else Path(check_path(path, "path"))
@@ -432,7 +432,7 @@ class AdaptivePolicy:
         return target
 
     def load(self, path: str | Path) -> None:
-        """Replace the learned estimates with those of a file.
+        """Replace the learned estimates with the estimates in a file.
 
         Raises:
             ConfigError: ``path`` is not a path.

@@ -23,7 +23,7 @@ class ArmReport:
 
     Attributes:
         arm: The arm's name: eager, or its graphs.
-        samples: Number of samples.
+        samples: Number of measured times.
         median_us: Expected time in microseconds for the largest batch of the bucket; None if
             unknown.
         error: Relative standard error of ``median_us``.

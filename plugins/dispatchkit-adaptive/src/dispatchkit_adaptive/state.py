@@ -32,7 +32,7 @@ def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
     """Return the facts that measured times depend on: device, driver, torch and model.
 
     Args:
-        model: A name for the model, chosen freely.
+        model: Any name for the model.
         device: Index of the CUDA device.
     """
     import torch

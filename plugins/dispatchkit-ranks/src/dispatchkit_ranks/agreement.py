@@ -135,7 +135,8 @@ class RankAgreement:
         self._last_exchange_at = time.perf_counter()
         self._check_after = self.timeout * _SHARE_OF_COLLECTIVE * _SHARE_UNTIL_CHECK
         self._group: ExchangeGroup | None = None
-        # By phase, the head of this rank's message, and the merged head if all ranks agree.
+        # For each phase, the phase columns of this rank's message, and their merged values if all
+        # ranks are in this phase.
         self._heads = [[int(at == each) * (self.rank + 1) for at in Phase] for each in Phase]
         self._full_heads = [[int(at == each) * self.size for at in Phase] for each in Phase]
         self._padding = [[0] * (MAX_COLUMNS - used) for used in range(MAX_COLUMNS + 1)]
@@ -253,7 +254,7 @@ class RankAgreement:
         raise error
 
     def stats(self) -> AgreementStats:
-        """Return the time spent in step exchanges after the first."""
+        """Return statistics of the step exchanges after the first."""
         return AgreementStats(self._num_exchanges, self._total * 1e6, self._longest * 1e6)
 
     # -- the end ------------------------------------------------------------------------

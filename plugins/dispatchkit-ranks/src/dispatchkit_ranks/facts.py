@@ -169,7 +169,7 @@ def _too_many(
 
     Args:
         config: The configuration whose facts do not fit.
-        switches: Names of the switches.
+        switches: Names of the switches, for the message.
         left: Number of columns available for axes and switches.
         more: Number of columns that the axes need.
     """

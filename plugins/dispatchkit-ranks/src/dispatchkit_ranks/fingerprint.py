@@ -50,7 +50,7 @@ def fingerprint(
         dispatcher: The dispatcher whose facts are returned.
         extra: Further facts that must be equal, such as the revision of the model or the
             all-reduce implementation. They are compared as text.
-        policy: The policy whose decisions are included, by default that of the dispatcher.
+        policy: The policy whose decisions are included; by default, the dispatcher's policy.
             Decisions distinguish policies with the same name and different options.
     """
     config = dispatcher.config

@@ -158,7 +158,8 @@ class RankedRunner:
     def _ceiling(self, ceiling: int) -> int:
         """Return the code of the modes that this rank allows in this step.
 
-        Allows only eager if the context, such as autocast, differs from that of the capture. Drops
+        Allows only eager if the context, such as autocast, differs from the context of the
+        capture. Drops
         graphs on all ranks if they read a value that was replaced on this rank.
         """
         self.runner.decisions.drop_replaced()
@@ -336,10 +337,10 @@ class RankedRunner:
             shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
             if dim >= len(shape) or shape[dim] != wanted[name] + more:
                 raise RankError(
-                    f"Dimension {dim} of output {number} must be {wanted[name] + more} at "
-                    f"{name}={wanted[name]}, as measured by a capture, to be trimmed to "
-                    f"{name}={values[name]}; the output has shape {shape}. Declare the axis "
-                    "exact, or use the same values on all ranks.",
+                    f"Output {number} cannot be trimmed to {name}={values[name]}: a capture "
+                    f"measured size {wanted[name] + more} of dimension {dim} at "
+                    f"{name}={wanted[name]}, got shape {shape}. Declare the axis exact, or use the "
+                    "same values on all ranks.",
                     step=self.ranked.step,
                     reason="not_measured",
                 )

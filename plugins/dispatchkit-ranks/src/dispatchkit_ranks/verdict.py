@@ -77,7 +77,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
             tuple(missing),
             "late",
             f"{rank_subject(missing)} did not reach {where} within {waited:.3g} s: late or dead. "
-            f"Last step: {step}.",
+            f"Last step: {step}. If late, increase timeout or setup_timeout.",
         )
     if any(note.timed_out for note in notes.values()):
         last = min(members, key=lambda number: notes[number].seconds)
@@ -86,7 +86,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
             (last,),
             "late",
             f"Rank {last} reached {where} too late: other ranks had stopped after {waited:.3g} s. "
-            f"Last step: {step}.{this}",
+            f"Last step: {step}.{this} To wait longer, increase timeout or setup_timeout.",
         )
     return Verdict(
         (),
@@ -102,13 +102,14 @@ def store_verdict(host: int | None, own: Note, where: str) -> Verdict:
             (),
             "connection",
             f"{where[0].upper()}{where[1:]} failed ({own.text}), and the torch.distributed store "
-            f"does not answer. Last step: {own.step}.",
+            f"does not answer. Last step: {own.step}. Check the process that hosts the store.",
         )
     return Verdict(
         (host,),
         "late",
         f"Rank {host}, which hosts the torch.distributed store, does not answer and did not "
-        f"reach {where}: it is late, dead, or has exited. Last step: {own.step}.",
+        f"reach {where}: it is late, dead, or has exited. Last step: {own.step}. If it is late, "
+        "increase timeout or setup_timeout.",
     )
 
 

@@ -116,7 +116,7 @@ class GraphDecoder:
             all of its sequences. The default is the powers of two from 128 on, and ``max_length``.
         prompt_sizes: Numbers of tokens to capture prompt chunks for. Prompts that are admitted
             together run through graphs if their total number of tokens does not exceed the
-            largest size. Other prompts, and by default all, run eager.
+            largest size. Other prompts run eager, as do all prompts by default.
         num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with windows
             store this number of additional positions.
         compile: True compiles the whole step with ``torch.compile``, including cache writes and
@@ -132,7 +132,7 @@ class GraphDecoder:
         settings: ``lanes`` and ``mode``, see ``GraphRunner``.
 
     Attributes:
-        model: The transformers model.
+        model: The transformers model that decodes.
         cache: The memory of all sequences.
         num_rows: Number of live sequences.
 
@@ -380,7 +380,7 @@ class GraphDecoder:
         """Run the current token and the drafts of each row, and return the next tokens.
 
         Accepts the drafts before the first one that differs from the most likely token, so the
-        result equals that of repeated calls of ``step``. Waits for the device.
+        result is the same as that of repeated ``step`` calls. Waits for the device.
 
         Args:
             drafts: Drafts of the tokens after each row's current token (rows, N), N from 1 to

@@ -143,7 +143,7 @@ class RowDecoder(Protocol):
 
 @runtime_checkable
 class LogitsDecoder(RowDecoder, Protocol):
-    """A decoder of rows whose steps can return logits, as sampling and processors need."""
+    """A decoder of rows that can return logits, which sampling and logits processors require."""
 
     def logits(self) -> torch.Tensor:
         """Return the logits of each row's next token (rows, V)."""
@@ -478,7 +478,7 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
         return [0] * rows
     check_mask(attention_mask, input_ids)
     counts = attention_mask.sum(-1)
-    # If padding is only on the left, each row of the mask ends with its ones.
+    # If padding is only on the left, all ones of a mask row are at its end.
     ahead = torch.arange(width, device=attention_mask.device) >= (width - counts).unsqueeze(1)
     if not torch.equal(attention_mask.bool(), ahead) or not bool((counts > 0).all()):
         raise InputError(

@@ -1,8 +1,8 @@
 """The memory of all layers, with one slot per sequence, shared by graphs of all sizes.
 
 The static cache of transformers has one length for all rows and one batch size. Here, the length
-differs between slots, and a step reads a view: as many slots as its capture size, and as many
-positions as the length it was captured for. One cache therefore serves all graphs. Sequences join
+differs between slots. A step reads a view with as many slots as its capture size, and as many
+positions as its cache length. One cache therefore serves all graphs. Sequences join
 and leave as sessions of a ``SlotState``, which keeps them in the first slots.
 
 Rows without a sequence write to an additional position that is never read. In recurrent layers,

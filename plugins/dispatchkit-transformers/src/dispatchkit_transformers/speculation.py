@@ -175,7 +175,7 @@ class PromptLookup:
 
     The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
     the device. A lookup on the host would have to wait for each step, and the device would be idle
-    during the lookup, whose time grows with the number of rows.
+    during the lookup. The lookup time on the host grows with the number of rows.
 
     Args:
         decoder: The decoder whose rows get drafts.
@@ -267,8 +267,8 @@ class DraftModel:
     Args:
         decoder: The decoder that verifies the drafts.
         small: The decoder of the smaller model. Its ``num_draft_tokens`` is the number of drafts
-            per row, and its ``max_batch_size`` and ``max_length`` must not be smaller. The sizes of
-            the vocabularies may differ by padding.
+            per row, and its ``max_batch_size`` and ``max_length`` must not be smaller. The
+            vocabulary sizes may differ only by padding.
 
     Raises:
         ConfigError: ``small`` has a smaller ``max_batch_size``, ``max_length`` or (beyond padding)
@@ -358,7 +358,7 @@ class VerifiedRows:
         self.model = self._decoder.model
         self.tokens: torch.Tensor = self._decoder.tokens
         self._stores: list[deque[int]] = []
-        # The output row of each row in the decoder.
+        # For each row of the decoder, the row in the output.
         self._rows: list[int] = []
 
     @property

@@ -70,7 +70,7 @@ class Probe:
     """A description of how a model must be called.
 
     Attributes:
-        model: The transformers model.
+        model: The described transformers model.
         layers: Layers of the model's cache after a prompt of one token.
         cross: Layers of the model's cross-attention cache; empty for decoder-only models.
         dtype: The dtype of the parameters.
@@ -426,7 +426,7 @@ def _trial_source(found: Probe, length: int) -> Source | None:
 
 
 def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
-    """Return the layers of the returned cache, and those of its cross-attention cache.
+    """Return the layers of the returned cache, and of its cross-attention cache.
 
     Raises:
         ConfigError: The output has no cache, or a layer is unsupported.

@@ -16,7 +16,7 @@ class StepCount:
     Attributes:
         mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
         reason: ``hit``, or the reason of an eager step.
-        steps: Number of steps.
+        steps: Number of these steps.
         real_tokens: Total tokens before padding.
         padded_tokens: Total tokens after padding.
     """

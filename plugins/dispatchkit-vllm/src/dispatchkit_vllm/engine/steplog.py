@@ -80,7 +80,7 @@ class StepLog:
 
         Args:
             num_tokens: Number of tokens before padding.
-            num_reqs: Number of requests.
+            num_reqs: Number of requests in the batch.
             uniform: Whether the batch is a uniform decode batch.
             loras: Number of active adapters.
         """

@@ -53,7 +53,7 @@ class KeySet(MutableSet[Any]):
         self._registry.declare([self._to_key(self._mode, value)])
 
     def discard(self, value: Any) -> None:
-        """Remove the key of a descriptor, with its graph."""
+        """Remove the key of a descriptor, and its graph."""
         if value in self:
             self._registry.forget(self._to_key(self._mode, value))
 

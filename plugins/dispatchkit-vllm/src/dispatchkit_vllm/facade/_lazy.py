@@ -13,7 +13,7 @@ def wrapper_names(module: str, **names: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a module that re-exports wrapper names.
 
     Args:
-        module: Name of that module.
+        module: Name of the module, for error messages.
         **names: Exported names, each with the name in the wrapper's module.
     """
 

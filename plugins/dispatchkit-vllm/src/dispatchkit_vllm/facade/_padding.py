@@ -171,8 +171,8 @@ class PaddingDispatcher(FacadeBase):
             allowed: Code of the allowed modes.
 
         Raises:
-            AssertionError: The bucket of a uniform batch is not a multiple of the query length,
-                or no graph serves the batch and eager is not allowed.
+            AssertionError: The bucket of a uniform batch is not a multiple of the query length.
+                Also raised if no graph serves the batch, but eager is not allowed.
         """
         bucket = self._table[num_tokens]
         ladder, core = self._ladder, self._core

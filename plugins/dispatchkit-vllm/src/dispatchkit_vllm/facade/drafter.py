@@ -68,8 +68,8 @@ class CudagraphDispatcher(LookupDispatcher):
         """Register the keys of a mode. Keys of earlier calls stay registered.
 
         Raises:
-            AssertionError: There is no query length, a query length is not a positive number, or
-                an aligned size is not a multiple of each query length.
+            AssertionError: Query lengths are missing or not positive, or an aligned size is not a
+                multiple of each query length.
         """
         lens = uniform_query_lens
         query_lens = [lens] if isinstance(lens, int) else list(lens)

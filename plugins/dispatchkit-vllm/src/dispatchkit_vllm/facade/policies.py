@@ -122,7 +122,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
 
 @attrs.define
 class DispatchStats:
-    """Numbers of batches by how they ran."""
+    """Numbers of batches, by the mode in which they ran."""
 
     num_full: int = 0
     num_piecewise: int = 0
@@ -245,7 +245,7 @@ class CudagraphDispatcher:
 
     @property
     def stats(self) -> DispatchStats:
-        """Numbers of batches by how they ran."""
+        """Numbers of batches, by the mode in which they ran."""
         return self._stats
 
     def register_graph(

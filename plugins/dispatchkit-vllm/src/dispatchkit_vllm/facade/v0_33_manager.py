@@ -144,7 +144,7 @@ class CudaGraphManager:
         """Return the descriptor of the graph for a batch, or an eager descriptor.
 
         Args:
-            num_reqs: Number of requests.
+            num_reqs: Number of requests in the batch.
             num_tokens: Number of unpadded tokens.
             uniform_token_count: Tokens per request, if all requests have the same number.
             num_active_loras: Number of active adapters.

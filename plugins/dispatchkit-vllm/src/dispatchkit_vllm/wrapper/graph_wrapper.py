@@ -176,7 +176,7 @@ class GraphWrapper:
         mode: The runtime mode in which the wrapper acts: PIECEWISE or FULL.
         device: The device of the graphs: a ``WrapperDevice`` or a backend.
         options: Options of captures.
-        rules: The behavior of a vLLM release.
+        rules: The behavior of the vLLM release to reproduce.
 
     Raises:
         ModeError: The mode is NONE.
