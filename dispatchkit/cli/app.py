@@ -262,7 +262,7 @@ def run(args: Sequence[str] | None = None) -> int:
     COMMON.config_file, COMMON.sets = None, ()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            # Escape characters that the terminal cannot encode instead of failing.
+            # Instead of failing, escape characters that the terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     command = _command()
     try:

@@ -62,7 +62,7 @@ _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
 class Dispatcher:
-    """Looks up the decision for each batch: a graph to replay, or eager.
+    """A cache of a policy's decisions: for each batch, a graph to replay, or eager.
 
     Args:
         policy: Any object with ``declare`` and ``decide``.
@@ -87,8 +87,8 @@ class Dispatcher:
 
     Raises:
         ConfigError: An argument has the wrong type.
-        PolicyError: The policy raises, declares an invalid key, or returns a decision for a trial
-            batch that breaks a hard constraint.
+        PolicyError: The policy raises, declares an invalid key, or breaks a hard constraint in a
+            decision for a trial batch.
 
     Attributes:
         registry: The keys and their graphs.
@@ -340,9 +340,9 @@ class Dispatcher:
         cells so that the policy decides again.
 
         The waiting one-shot decisions of a cell are used before its steady decision. A decision
-        that can no longer run, for example because its graph was evicted, is not a fault. If it is
-        steady, the cell is emptied, so that the policy decides again. If it is one-shot, it is
-        dropped.
+        that can no longer run, for example because its graph was evicted, is not a fault. Instead
+        of a steady decision, the cell is then emptied, so that the policy decides again. A one-shot
+        decision is dropped.
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.

@@ -308,7 +308,7 @@ _PROBLEMS: Mapping[str, str] = {
     Reason.STALE: "its graph is outdated",
 }
 
-# Causes of the reasons that a policy does not choose itself.
+# Causes of predefined reasons for running eager.
 _CAUSES: Mapping[str, str] = {
     Reason.EMPTY_BATCH: "constraint: a batch without tokens needs no graph",
     Reason.MODE_NONE: "configuration: the mode runs this kind of batch eager",

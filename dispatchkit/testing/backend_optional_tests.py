@@ -280,7 +280,7 @@ class OptionalTests:
                 "The graph did not read the rows of the batch."
             )
             assert rig.read(graph.outputs[0][3:]) == [[14.0] * 4] * 5, (
-                "The graph did not read fill after the rows."
+                "The graph did not read the fill value after the rows."
             )
             assert rig.read(graph.outputs[1]) == [0.0, 2.0, 4.0, *[14.0] * 5]
         x.fill_(1)

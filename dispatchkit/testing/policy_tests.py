@@ -139,7 +139,7 @@ class PolicyTests(CaseRunner):
                     batch,
                 )
             if before != dict(case.registry.entries):
-                case.fail("decide changed the registry", batch)
+                case.fail("decide changed the registry, which only the executor may change", batch)
 
     @for_all_cases()
     def test_chosen_key_was_declared(self, case: Case) -> None:
@@ -516,7 +516,10 @@ class PolicyTests(CaseRunner):
                     self._observe(case, case.policy, Outcome(run.batch, decision, 100.0))
             if not runs:
                 return
-        case.fail(f"calibration_runs still requested runs after {_MAX_CALIBRATION_ROUNDS} calls")
+        case.fail(
+            f"calibration_runs still requested runs after {_MAX_CALIBRATION_ROUNDS} calls; "
+            "return an empty list at the end"
+        )
 
     def _outcomes(
         self, case: Case, policy: Policy, batches: list[Batch], *, failures: bool

@@ -2,9 +2,9 @@
 
 There are two kinds of failure. If the callable raises a Python exception, the capture is still
 valid: it is ended, and its graph is discarded. If the callable makes a call that the driver
-refuses, the capture is invalidated. Ending the capture fails, and torch then skips the updates of
-its own state that follow a successful end (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``). In
-torch 2.11:
+    refuses, the capture is invalidated. Ending the capture fails, and torch then does not update
+    its own state as it would after a success (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``).
+    In torch 2.11:
 
 - The device and host allocators keep serving the stream's allocations from the graph's pool.
 - The pool counts one user too many, so its memory is never freed.

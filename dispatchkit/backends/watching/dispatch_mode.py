@@ -33,7 +33,7 @@ _Facts = TypeVar("_Facts")
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operation's arguments or results, including those in lists.
+    """Yield the tensors among an operation's arguments or results, including tensors in lists.
 
     Modes call this function for every operation. The function is five times faster than a generic
     tree traversal.
