@@ -136,7 +136,7 @@ def create_part(target: Path) -> tuple[int, Path]:
     """Create an empty file next to a target, and return its descriptor and path.
 
     The file is named ``TARGET.part``, or ``TARGET.1.part`` and so on if that exists. Partial files
-    of other processes, even killed ones, are kept.
+    of other processes are kept, even if the processes were killed.
 
     Raises:
         OSError: The file cannot be created.

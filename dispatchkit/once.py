@@ -43,7 +43,7 @@ class Once:
     """The set of keys for which ``first`` has been called.
 
     Thread safety: all methods may be called from any thread. If several threads call ``first`` with
-    a key, only one gets True.
+    a key, only one thread gets True.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ A setting has the same name, meaning and error message in all sources::
     dispatchkit --set sizes=1,2,4 ...   # command line
 
 The call (or command line) overrides the environment, which overrides ``pyproject.toml``. All values
-are validated, even overridden ones, and their sources are recorded.
+are validated, even overridden values, and their sources are recorded.
 """
 
 from __future__ import annotations

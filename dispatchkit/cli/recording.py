@@ -55,10 +55,10 @@ def record(
 ) -> None:
     """Run a Python script, and record its dispatched batches in a step trace.
 
-    The trace contains the batches of all runners and dispatchers in the process, but not those of
-    child processes. The script's standard output is redirected to standard error. The recorded
-    steps are written to OUTPUT even if the script fails or is stopped. If the process is killed,
-    the steps remain in OUTPUT.part.
+    The trace contains the batches of all runners and dispatchers in the process, but not the
+    batches of child processes. The script's standard output is redirected to standard error. The
+    recorded steps are written to OUTPUT even if the script fails or is stopped. If the process is
+    killed, the steps remain in OUTPUT.part.
 
     Example: dispatchkit record trace.csv.gz serve.py --port 8000
 

@@ -98,7 +98,7 @@ class Variants:
         max_loras: Largest number of adapters.
 
     Attributes:
-        count: Number of variants, including those with values outside all buckets.
+        count: Number of variants, including variants with values outside all buckets.
     """
 
     def __init__(self, axes: tuple[Axis, ...], max_loras: int) -> None:

@@ -267,7 +267,7 @@ class InputTransportTests:
 
     @pytest.mark.filterwarnings("ignore:The step draws random numbers")
     def test_random_numbers(self, bench: Bench) -> None:
-        """A step that draws uses the same transport, and its draws equal those of eager."""
+        """A step that draws uses the same transport, and draws the same numbers as eager."""
         if bench.way.kind != "full":
             pytest.skip("Only full graphs are tested with random numbers.")
         runner = bench.runner(draws=True)

@@ -49,7 +49,7 @@ def configs(
     query_lens: Sequence[tuple[int, ...]] = ((1,), (1,), (2,), (3,), (4,), (1, 3), (4, 2)),
     max_loras: int = 3,
 ) -> DispatchConfig:
-    """Return configurations, including unusual ones.
+    """Return common and unusual configurations.
 
     Args:
         draw: Passed by hypothesis.

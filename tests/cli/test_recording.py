@@ -163,7 +163,7 @@ def test_values_of_axes_are_recorded_and_simulated(run: Any, tmp_path: Path) -> 
     assert done.code == 2
     assert "'axis.width'" in done.err
     done = run("plan", str(path), "--graphs", "2", "--max-size", "8", "--json")
-    assert any("values of length" in one for one in json.loads(done.out)["warnings"])
+    assert any("have the axes length" in one for one in json.loads(done.out)["warnings"])
 
 
 ODD_SCRIPT = """

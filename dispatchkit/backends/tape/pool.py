@@ -118,7 +118,7 @@ class TapePool:
         """Return a function that overwrites the outputs of later captures.
 
         Replays of the recording call the function, because on a device, the recording's
-        intermediates may share memory with these outputs. Returns None if the recording has no
+        intermediates may share memory with these outputs. Return None if the recording has no
         intermediates.
         """
         if not any(recorder.storages[identity].nbytes() for identity in recorder.own - kept):
