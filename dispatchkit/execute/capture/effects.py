@@ -1,8 +1,8 @@
 """Detect and classify the Python state that a step changes.
 
-Warmups, captures and measurements run the step on dummy rows, and a replay does not run Python.
-Both are correct only if the step does not change Python state. Therefore changes in these runs are
-undone, and three more runs on dummy rows classify the step:
+Warmups, captures and measurements run the step on dummy rows, and replays run no Python. The
+results are correct only if the step does not change Python state. Therefore changes made by runs on
+dummy rows are undone, and three more runs on dummy rows classify the step:
 
 - *Cache*: a second run changes nothing and computes the same results, and a run on other rows
   creates a bitwise equal cache. The cache is kept, because the graph reads it.

@@ -67,7 +67,7 @@ def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
     """Declare, as a class decorator, that attributes of instances are not state of a step.
 
     Attributes of instances of the class and its subclasses are neither compared nor restored. Use
-    this for callables that are pieces of a runner and keep records of their calls. The
+    the decorator for callables that are pieces of a runner and keep records of their calls. The
     ``__wrapped__`` attribute of an instance is still part of the step.
     """
     _BOOKKEEPING_CLASSES.add(cls)
@@ -266,9 +266,9 @@ class PythonState:
     def _read_by_step(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
         """Return the entries that the code of the step names.
 
-        Functions are followed by name. Methods that ``forward`` does not name, directly or
-        indirectly, are excluded, as is everything that only they read. For example, the loop of a
-        server is excluded.
+        The names in a function's code lead to further functions. Methods that ``forward`` does not
+        name, directly or indirectly, are excluded, as is everything that only these methods read.
+        For example, the loop of a server is excluded.
         """
         names = self._names_read()
         if names & _DYNAMIC:  # the code may access any attribute by a computed name
@@ -355,10 +355,10 @@ class _Node:
         path: Expression that reaches the object.
         owner: Name of the class or function that refers to the object, for messages.
         site: The class or function itself; messages name the line in its code that writes an entry.
-        is_entry: Whether the object is an entry of a container, rather than a root or named by a
-            function.
+        is_entry: Whether the object is an entry of a container, rather than a root or an object
+            that a function names.
         is_installed: Whether the object was found in the code of an installed package. Only builtin
-            containers in that code are followed, because a package names most of its own code.
+            containers in installed code are followed, because a package names most of its own code.
         is_method: Whether the object is a function defined in a class.
         is_owner: Whether the object was found because a method is bound to it, so that the step
             need not call the object itself.
@@ -1003,9 +1003,9 @@ def _is_internal(cls: Any) -> bool:
 def _is_own_module(name: str) -> bool:
     """Return whether a module belongs to dispatchkit or its plugins.
 
-    The state of these modules is not state of a step. The class that owns a step often names them
-    to create runners, and the walk would then reach the whole package. The models of the demo and
-    the test kits count as user code.
+    The state of these modules is not state of a step. The class that owns a step often names
+    dispatchkit to create runners, and the walk would then reach the whole package. The models of
+    the demo and the test kits count as user code.
     """
     top, _, rest = name.partition(".")
     if top.startswith("dispatchkit_"):

@@ -1,13 +1,13 @@
 """Detect changes to values and tensors that are built into graphs.
 
-A graph contains the address of each weight and the outcome of each branch at its capture, so
-replacing a weight, switching an adapter or changing a configuration field has no effect on the
+A graph contains the address of each weight and the outcome of each branch at its capture. Replacing
+a weight, switching an adapter or changing a configuration field therefore has no effect on the
 graph. Every sixteenth step of a lane compares the next sixteen values. If torch reports that a
 parameter, buffer or submodule was assigned, the next replay compares all values.
 
 The values of objects, modules and functions are compared in one round. The values of classes, and
 of globals named in their code, are compared in a separate round, because libraries have many tables
-that hardly ever change.
+that rarely change.
 
 Delay until a change is detected:
 
