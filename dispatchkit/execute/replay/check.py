@@ -44,7 +44,7 @@ class Checker:
     """Comparisons of replays with eager.
 
     Args:
-        every: Compare every n-th replay, or with ``FIRST`` the first replay and the first padded
+        every: Compare every n-th replay or, with ``FIRST``, the first replay and the first padded
             replay of each graph.
         snapshot: Function that returns a snapshot of the state known to change in a step.
         state: Function that returns the storages known to change in a step, by name.

@@ -128,7 +128,7 @@ class Step:
                 "row_count",
                 row_count,
                 "a name other than those of inputs and axes",
-                "The runner provides this input, so the step would not receive a value passed in.",
+                "The runner fills this input itself, so a call cannot pass a value for it.",
             )
         if not given:
             raise ConfigError("step", step, "a function, or a list with at least one piece")
