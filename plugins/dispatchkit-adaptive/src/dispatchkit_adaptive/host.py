@@ -1,6 +1,6 @@
 """Detect whether host time is hidden behind device time.
 
-If the host submits steps well before the device reaches them, it does not delay the device. Only
+If the host submits steps well before the device reaches them, host time causes no delay. Only
 device time counts then, and the policy prefers the arm with the least device time. This arm is
 often eager, and submitting eager steps may take the host so long that it falls behind. The averages
 therefore always describe the arms with the least device time, even while other arms are in use.

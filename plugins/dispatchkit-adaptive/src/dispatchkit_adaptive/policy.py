@@ -74,7 +74,7 @@ _UNKNOWN_COST = 3.0
 
 
 class AdaptivePolicy:
-    """A policy that chooses eager or a graph by measured time, staying close to a base policy.
+    """A policy that chooses eager or a graph by measured time, with a limit on lost time.
 
     Args:
         base: The policy to start from and compare with: an object or a registered name.

@@ -70,7 +70,7 @@ class RankAgreement:
 
     All ranks must create an agreement at the same point, where versions are compared. An agreement
     creates a separate process group with the same members, so that its collectives do not queue
-    behind other collectives. It closes this group when it ends.
+    behind other collectives. The group is closed when the agreement ends.
 
     Args:
         group: A torch.distributed process group; by default the group of all ranks.

@@ -37,8 +37,8 @@ class RankedDispatcher:
 
     Args:
         dispatcher: The dispatcher of this rank. It must not be lazy, because a graph captured
-            during a step may fail on one rank only. Its graphs may be captured before,
-            or later by ``capture``.
+            during a step may fail on one rank only. Its graphs may already be captured;
+            otherwise, ``capture`` captures them.
         ranks: The ranks that decide together, such as a ``RankAgreement``.
         same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
             one scheduler. With a stateless policy, such steps need no exchange.

@@ -2,9 +2,10 @@
 
 The ``sdpa`` of transformers passes one mask per row, which some kernels do not support. Some
 releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports masks per
-row and shared heads. It is used where available: for 16-bit types on CUDA devices with compute
-capability 8.0 or higher. Elsewhere, two small matrix products per key head compute the result.
-These products do not repeat or copy the cache, and store one score per position for each token.
+row and shared heads. This kernel is used where available: for 16-bit types on CUDA devices with
+compute capability 8.0 or higher. Elsewhere, two small matrix products per key head compute the
+result. These products do not repeat or copy the cache, and store one score per position for each
+token.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` selects this implementation from the registry
 of transformers. Prompts and unsupported calls fall back to ``sdpa``.

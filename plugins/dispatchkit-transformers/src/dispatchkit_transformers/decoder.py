@@ -3,9 +3,9 @@
     decoder = GraphDecoder(model, max_batch_size=32, max_length=1024)
     tokens = decoder.generate(**inputs, max_new_tokens=100)
 
-``generate`` takes the arguments of the model's own ``generate`` and returns the same tokens. It
-calls that method with the decoder as ``custom_generate``. The loop of a server calls ``admit``,
-``step`` and ``drop``. To verify drafts, it calls ``verify`` instead of ``step``; see
+``generate`` takes the arguments of the model's own ``generate`` and returns the same tokens. The
+decoder calls the model's method with itself as ``custom_generate``. The loop of a server calls
+``admit``, ``step`` and ``drop``. To verify drafts, it calls ``verify`` instead of ``step``; see
 ``speculation.py``.
 
 Requires transformers 4.57.1 to 5.x. Each token of a batch is one step of a ``GraphRunner``, which

@@ -35,7 +35,9 @@ _MODEL_INPUTS = frozenset(
 )
 
 
-_NOT_STEPWISE = "It needs another decoding loop. Omit it, or call the model's own generate()."
+_NOT_STEPWISE = (
+    "This option needs another decoding loop. Omit it, or call the model's own generate()."
+)
 _COUNTS = ("num_beams", "num_beam_groups")
 _DRAFTS = "For the same tokens, call SpeculativeDecoder(decoder, {}).generate()."
 _NO_RESULT = "Graphs return only tokens and logits. Call the model's own generate()."

@@ -1,9 +1,9 @@
 """The memory of all layers, with one slot per sequence, shared by graphs of all sizes.
 
-The static cache of transformers has one length for all rows and one batch size. Here, the length
-differs between slots. A step reads a view with as many slots as its capture size, and as many
-positions as its cache length. One cache therefore serves all graphs. Sequences join
-and leave as sessions of a ``SlotState``, which keeps them in the first slots.
+The static cache of transformers has one length for all rows and one batch size. In a ``SlotCache``,
+the length differs between slots. A step reads a view with as many slots as its capture size, and as
+many positions as its cache length. One cache therefore serves all graphs. Sequences join and leave
+as sessions of a ``SlotState``, which keeps them in the first slots.
 
 Rows without a sequence write to an additional position that is never read. In recurrent layers,
 which have no positions, these rows update the states of free slots.
@@ -42,8 +42,8 @@ class SlotCache:
     """The memory of all layers, and the views that steps read.
 
     Args:
-        like: Layers of a transformers cache after a prompt of any size. They determine the kinds,
-            shapes, dtypes and devices of the memory.
+        like: Layers of a transformers cache after a prompt of any size. These layers determine the
+            kinds, shapes, dtypes and devices of the memory.
         num_slots: Maximum number of sequences.
         length: Number of positions per sequence.
         cross: Layers of the cross-attention cache of transformers, if the model has one.

@@ -97,7 +97,7 @@ class PolicyCore:
 
     Attributes:
         fallbacks: Number of steps that the runner's own dispatcher decided, by reason.
-        learns: Whether the policy learns, that is, has an ``observe`` method.
+        learns: Whether the policy has an ``observe`` method to learn from outcomes.
 
     Raises:
         UnfitPolicyError: The policy declares a graph that the runner does not capture.

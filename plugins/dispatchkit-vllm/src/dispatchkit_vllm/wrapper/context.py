@@ -1,7 +1,8 @@
 """The forward context, which passes a decision to wrappers inside a model.
 
-A runner sets it around each step. Wrappers read the runtime mode and the descriptor without further
-checks. It is a context variable, so each thread and task has its own.
+A runner sets the forward context around each step. Wrappers read the runtime mode and the
+descriptor without further checks. The forward context is a context variable, so each thread and
+task has its own.
 """
 
 from __future__ import annotations
