@@ -41,7 +41,8 @@ from dispatchkit_compile.tracing import example_of
 
 __all__ = ["CompiledGraph"]
 
-#: Number of times that held tensors may be replaced before the graph runs eager permanently.
+#: Number of times that held tensors (weights, buffers, caches) may be replaced before the graph
+#: runs eager permanently.
 MAX_REBINDS = 8
 
 _NEXT_STEPS = {
@@ -65,7 +66,7 @@ class CompiledGraph:
     """The callable that the backend returns to Dynamo for one graph.
 
     Args:
-        graph: The Dynamo graph.
+        graph: Dynamo graph to run.
         options: The options of the backend.
         name: Name of the graph, unique in this process.
 

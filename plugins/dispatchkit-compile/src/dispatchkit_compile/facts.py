@@ -42,7 +42,7 @@ class BatchFacts:
     def for_graph(self, num_rows: int) -> dict[str, int]:
         """Return the arguments of the runner's call.
 
-        Limits ``num_reqs`` to ``num_rows``, because a later graph may have fewer rows.
+        ``num_reqs`` is limited to ``num_rows``, because a later graph may have fewer rows.
         """
         return {
             "num_reqs": min(self.num_reqs, num_rows),

@@ -1,7 +1,8 @@
 """Analyze the arguments of a Dynamo graph before it runs.
 
-Dynamo passes inputs, sizes, weights and buffers as arguments. Whether the graph can be captured
-depends on which arguments are batched, held or written, and whether a result aliases an argument.
+Dynamo passes inputs, sizes, weights and buffers as arguments. Tensors that are the same in every
+step, such as weights and buffers, are held tensors. Whether the graph can be captured depends on
+which arguments are batched, held or written, and whether a result aliases an argument.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class GraphArguments:
         held_positions: Positions of the held tensors in the argument list.
         written: Indices of the held tensors that the graph writes.
         num_rows: Number of rows that the graph was compiled for; None if it serves any number.
-        plain: The reason why the graph cannot be captured, as (reason, explanation), or None.
+        plain: The reason why the graph cannot be captured, as (reason, explanation); None if it
+            can.
     """
 
     traced: TracedStep
@@ -192,7 +194,7 @@ def _dynamic_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set[int]]:
     """Return the positions of arguments that the graph writes, and that its results alias.
 
-    Runs the graph once on fake tensors, which have shapes and storages but no data.
+    The graph runs once on fake tensors, which have shapes and storages but no data.
     """
     # Use the mode that created the fake tensors. The current mode is another mode, which Dynamo
     # sets for backends.

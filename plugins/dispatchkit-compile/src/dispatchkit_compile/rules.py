@@ -68,7 +68,7 @@ class SplitRules:
 
 
 def op_name(node: fx.Node) -> str | None:
-    """Return the qualified name of the operator that a node calls, or None."""
+    """Return the qualified name of a node's operator, or None if the node calls no operator."""
     target = node.target
     # Graphs of Dynamo contain overload packets; graphs of other tracers contain overloads.
     if isinstance(target, torch._ops.OpOverloadPacket):

@@ -113,7 +113,7 @@ def split_graph(
     """Return the pieces of a traced step.
 
     Args:
-        traced: The traced step.
+        traced: Step to split, traced into a graph.
         rules: The operations to split at.
         name: Prefix of piece names, followed by a number.
         compile_piece: Function that compiles a graph piece, given the fake values of its arguments.

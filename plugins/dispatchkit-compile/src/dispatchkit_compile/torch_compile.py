@@ -52,7 +52,7 @@ def backend(
     """Compile one Dynamo graph; the function behind ``backend="dispatchkit"``.
 
     Args:
-        graph: The Dynamo graph.
+        graph: Dynamo graph to compile.
         example_inputs: Fake tensors and sizes; unused, because the graph also contains them.
         options: Fields of ``CompileOptions`` by name.
         mode: The ``mode`` of ``torch.compile``; sets the field ``mode`` of ``CompileOptions``.

@@ -52,7 +52,7 @@ class HeldTensor:
 
 @attrs.frozen
 class Result:
-    """A value computed by the graph, by its index in the graph's results."""
+    """A value computed by the graph, identified by its index in the graph's results."""
 
     index: int
 
@@ -163,7 +163,7 @@ _MARK_TAKES_ID = "shape_id" in inspect.signature(torch._dynamo.decorators.mark_u
 
 
 def size_source(size: Any, tensors: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the tensor's name and the dimension that have this size, or None."""
+    """Return the (tensor name, dimension) of a size, or None if no tensor has this size."""
     expression = _expression(size)
     for name, tensor in tensors.items():
         for dim, length in enumerate(tensor.shape):

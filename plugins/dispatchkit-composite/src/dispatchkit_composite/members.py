@@ -155,7 +155,7 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
 
 
 def member_state(member: Member, plugins: PluginSet | None = None) -> MemberState:
-    """Return the state of a new member; create its policy if it is given by name."""
+    """Return the state of a new member, whose policy is created if given by name."""
     policy = member.policy or member.name
     if isinstance(policy, str):
         plugins = load_plugins() if plugins is None else plugins

@@ -184,7 +184,7 @@ class CompositePolicy:
     def _observe(self, outcome: Outcome) -> list[CellUpdate]:
         """Return the updates of the learning members after an outcome.
 
-        They receive the outcome with ``won`` set only for the deciding member.
+        For all members except the deciding member, the outcome has ``won`` set to False.
         """
         who, _, rest = outcome.decision.policy.partition("/")
         updates = []

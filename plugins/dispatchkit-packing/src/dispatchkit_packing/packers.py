@@ -53,8 +53,8 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 class CheapestPacking:
     """A packer that compares first-fit decreasing packings, one for each captured size.
 
-    It returns the cheapest packing. The packing of ``first_fit_decreasing`` is one of them, so the
-    result never costs more.
+    It returns the cheapest packing, which never costs more than the packing of
+    ``first_fit_decreasing``.
 
     Args:
         cost: Function that returns the cost of a step from its number of tokens, in any unit, such

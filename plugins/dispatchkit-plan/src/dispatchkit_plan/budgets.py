@@ -76,7 +76,7 @@ def make_budget(
                 "graphs",
                 graphs,
                 f"at most {len(candidates)}, the number of candidate sizes",
-                "Lower it, raise max_size, or use a smaller alignment.",
+                "Plan fewer graphs, raise max_size, or use a smaller alignment.",
             )
         return Budget(graphs)
     if memory_bytes is not None:
@@ -112,10 +112,11 @@ def _prices(
             raise ConfigError(per, flat, "a number above 0")
         return np.full(len(candidates), float(flat))
     if curve is None:
+        field = "graph_bytes" if setting == "memory_bytes" else "capture_us"
         raise ConfigError(
             per,
             None,
             f"given with {setting}",
-            "Alternatively, pass a cost model that was calibrated with it.",
+            f"Alternatively, pass a cost model with {field}.",
         )
     return np.array([curve(int(size)) * scale for size in candidates])

@@ -14,7 +14,7 @@ Optional fields:
 - ``graph_bytes`` and ``capture_us``: the memory and the capture time of one more graph.
 - ``clock``: ``device``, or ``host`` if the times were measured without a device.
 
-Each time is the time of a whole step.
+All times are for whole steps.
 
 If the time of a step also depends on an axis (a sequence length, an image size), the file has
 curves for several values of this axis: ``"axis": "length", "at": [[16, {"eager_us": ...,
@@ -50,7 +50,7 @@ __all__ = [
 COST_MODEL_FORMAT = "dispatchkit-cost-model"
 COST_MODEL_VERSION = 1
 _MAX_FILE_BYTES = 16 * 1024 * 1024
-_LARGEST = 1 << 53  # largest integer that floats represent exactly: 285 years in µs, 9 PB
+_LARGEST = 1 << 53  # floats are exact for all integers up to this: 285 years in µs, 9 PB
 _CURVES = ("eager_us", "graph_us", "piecewise_us", "graph_bytes", "capture_us")
 
 
@@ -166,7 +166,8 @@ class CostModel:
     Attributes:
         name: Name for tables and messages.
         eager_us: Time of an eager step at its exact size.
-        graph_us: Time of a replay, by graph size. The whole step is one graph if possible.
+        graph_us: Time of a step replayed as one graph if possible, otherwise in pieces, by graph
+            size.
         piecewise_us: Time of a step with eager pieces between graphs, by graph size; None to use
             ``graph_us``.
         graph_bytes: Memory of one more graph, by graph size; None if not measured.
@@ -285,7 +286,7 @@ class CostModel:
         return min(graph, eager) if best else graph
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the model's file."""
+        """Return the content of the model's file as JSON values."""
         data: dict[str, Any] = {
             "format": COST_MODEL_FORMAT,
             "version": COST_MODEL_VERSION,
@@ -382,7 +383,7 @@ _WRITES = "`dispatchkit calibrate` writes cost models."
 
 
 def check_cost_model(model: Any, setting: str) -> CostModel:
-    """Validate a cost model given as an object, and return it.
+    """Check that a value is a ``CostModel``, and return it.
 
     Raises:
         ConfigError: The object is not a ``CostModel`` of this package.

@@ -1,7 +1,7 @@
 """Convert a plan to the settings of a serving engine.
 
-Engines count capture sizes in different units: vLLM in tokens of any step, SGLang and TensorRT-LLM
-in requests of decode steps. ``EngineSettings.means`` names the unit. With speculative decoding, a
+Capture sizes have different units: vLLM counts tokens of any step, SGLang and TensorRT-LLM count
+requests of decode steps. ``EngineSettings.means`` names the unit. With speculative decoding, a
 decode step has several tokens per request.
 """
 
@@ -60,7 +60,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
         UnknownNameError: The engine is unknown.
         ConfigError: The plan has no sizes.
     """
-    if engine not in tuple(EMITTERS):  # a tuple, because the value may not be hashable
+    if engine not in tuple(EMITTERS):  # a tuple, because the value might be unhashable
         raise UnknownNameError("engine", engine, EMITTERS)
     make = EMITTERS[engine]
     query_len = check_count(query_len, "query_len")

@@ -74,7 +74,7 @@ class GridPlan:
     """Buckets of an axis with their capture sizes, and the quality of the plan.
 
     Attributes:
-        axis: Name of the axis that has the buckets.
+        axis: Name of the bucketed axis.
         grid: Capture sizes of each bucket, ascending.
         num_graphs: Total number of graphs, over all buckets.
         waste_pct: Padding on the judged steps within the limits, as a percentage of the real work.
@@ -165,7 +165,7 @@ def plan_grid(
         max_size: Largest size, captured in every bucket; by default, the size of the largest step.
         max_value: Largest bucket; by default, the largest value.
         fit_on: ``all`` or ``first-half``.
-        hedge: Mixture of histograms that hedged sizes are planned for.
+        hedge: Mixture of histograms to plan hedged sizes for.
         cost_model: Cost model, to minimize time instead of padding. If it was not measured along
             the axis, a step of n rows with value v is assumed to take the time of n * v tokens.
 
@@ -369,8 +369,8 @@ class _GridPlanner:
     def _gap(self, sizes: IntArray, values: IntArray, cost: float) -> float:
         """Return an upper bound on the plan's excess over the optimum, in percent.
 
-        The steps are rounded down to considered values. If a plan is rounded down in the same way,
-        it serves the rounded steps at no higher cost than the original plan serves the original
+        The steps are rounded down to considered values. Rounding a plan down in the same way gives
+        a plan for the rounded steps that costs no more than the original plan for the original
         steps. The best plan for the rounded steps is therefore a lower bound.
         """
         rounded = attrs.evolve(

@@ -7,9 +7,9 @@ spread over its neighborhood, and a small share of every size, proportional to 1
 
 The shares are found by validation. The trace is divided into blocks. For each mixture in a short
 list, sizes are planned on the first blocks and judged on the next block. Every block after the
-first is used for judging once. The mixtures are then averaged, and a lower excess has more weight:
-a mixture with 1.03 times the lowest excess has about 40% of the weight of the best mixture. Only
-steps used for planning are used for validation.
+first serves once as the next block. The mixtures are then averaged, and a lower excess has more
+weight: a mixture with 1.03 times the lowest excess has about 40% of the weight of the best mixture.
+Only steps used for planning are used for validation.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ MIN_VALIDATION_STEPS = 300
 """Minimum number of steps for validation: 50 in each of 6 blocks."""
 
 _BLOCKS = 6
-_PLAN_SIZES = range(8, 65)  # numbers of sizes for which a hedge is judged
-_SHARPNESS = 30.0  # a mixture with an excess larger by a factor e^x has weight exp(-30 x)
-_SMOOTH_PCT = 0.3  # added before the logarithm, to make 0 and 0.1% nearly equal
+# Numbers of sizes for which a hedge is judged.
+_PLAN_SIZES = range(8, 65)
+# A mixture with e^x times the lowest excess has the relative weight exp(-30 x).
+_SHARPNESS = 30.0
+# Percent added to an excess before its logarithm is taken, so that 0 and 0.1% are nearly equal.
+_SMOOTH_PCT = 0.3
 _MAX_CANDIDATES = 512
 
 
@@ -141,7 +144,7 @@ class HedgeChoice:
 
     Attributes:
         hedge: Chosen mixture.
-        validated: Whether it was validated on held-out blocks of the trace.
+        validated: Whether the hedge was validated on held-out blocks of the trace.
         expected_excess_pct: (number of sizes, mean excess) pairs of the best mixture on the
             held-out blocks, in percent; empty if not validated.
         reason: Sentence that explains the choice.

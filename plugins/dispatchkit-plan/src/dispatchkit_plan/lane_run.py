@@ -51,7 +51,7 @@ class Steps:
         Args:
             trace: Trace whose steps are simulated.
             config: Configuration whose limits and axes the steps must match.
-            axis: Name of the axis that costs depend on; empty for none.
+            axis: Name of the axis that costs depend on; empty if there is no such axis.
 
         Raises:
             ConfigError: A step is larger than the configuration allows.

@@ -8,7 +8,7 @@ smaller sizes. Every end ``j - 1`` of the smaller set is compared, and the set w
 cost is kept. The last size is always the largest candidate, so that every set covers the same
 batches.
 
-One pass computes the whole curve for k = 1 to K in K x M^2 / 2 steps for M candidates. If costs
+With M candidates, one pass computes the whole curve for k = 1 to K in K x M^2 / 2 steps. If costs
 grow with the padded size, the best ``j`` never decreases along i or k, so most of this work is
 skipped.
 """
@@ -63,7 +63,7 @@ def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
 
 
 def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) -> FloatArray:
-    """Return the cost matrix for given costs of running a batch at a candidate.
+    """Return the cost matrix from the cost of each batch size at each candidate.
 
     Args:
         candidates: Sizes that may be captured, ascending. Shape (M,).
@@ -74,8 +74,10 @@ def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) 
     Returns:
         Matrix of shape (M, M); entry [i, j] is inf for j > i.
     """
-    total = np.cumsum(cost_at * demand[None, :], axis=1)  # (M, N + 1), over sizes <= n
-    before = np.concatenate([[0], candidates[:-1]])  # smaller candidates serve up to this size
+    # Total cost of the sizes up to n. Shape (M, N + 1).
+    total = np.cumsum(cost_at * demand[None, :], axis=1)
+    # Largest size that smaller candidates serve.
+    before = np.concatenate([[0], candidates[:-1]])
     served = total[np.arange(len(candidates)), candidates]
     cost: FloatArray = served[:, None] - total[:, before]
     close_upper(cost)
@@ -100,8 +102,10 @@ def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int
     if wanted.sum() != len(set(required)):
         odd = sorted(set(required) - set(candidates.tolist()))
         raise ConfigError("required sizes", odd, f"among the candidate sizes {candidates.tolist()}")
-    passed = np.concatenate([[0], np.cumsum(wanted)])  # required sizes among the first j
-    skips = passed[:-1, None] - passed[None, :-1]  # required sizes among candidates j..i-1
+    # Number of required sizes among the first j candidates.
+    passed = np.concatenate([[0], np.cumsum(wanted)])
+    # Number of required sizes among candidates j to i - 1.
+    skips = passed[:-1, None] - passed[None, :-1]
     return np.where(skips > 0, np.inf, cost)
 
 

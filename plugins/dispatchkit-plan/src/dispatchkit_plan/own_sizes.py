@@ -48,7 +48,7 @@ class OwnSize:
     Attributes:
         size: Size to capture, in tokens.
         num_steps: Number of judged steps of exactly this size.
-        saved_us: Time that the graph saves on the judged steps, in addition to all other graphs.
+        saved_us: Time on the judged steps that the graph saves when added to all other graphs.
         num_bytes: Memory of the graph; None if the budget is a number of graphs.
     """
 
@@ -67,7 +67,7 @@ class OwnSizesPlan:
         beside: Sizes of existing graphs, ascending.
         max_waste: Maximum share of a graph that may be padding.
         before_us: Time of the judged steps with the graphs of ``beside`` only.
-        after_us: Time of the judged steps with the chosen graphs as well.
+        after_us: Time of the judged steps with the graphs of ``beside`` and the chosen graphs.
         num_steps: Number of judged steps of any size.
         num_steps_over: Number of judged steps that are too large to be considered.
         judged_on: Description of the judged steps.
@@ -160,7 +160,7 @@ def plan_own_sizes(
         raise TraceError(
             work.source,
             None,
-            f"has no step of at most {max_size} tokens to plan on; the smallest has "
+            f"has no step of at most {max_size} tokens to plan on; the smallest step has "
             f"{int(fit.num_tokens.min())}. Raise max_size.",
         )
     warnings = []

@@ -133,7 +133,7 @@ def plan_sizes(
             work.source,
             None,
             f"has no step of at most {max_size} tokens, the largest size, to plan on; the "
-            f"smallest has {int(fit.num_tokens.min())}. Raise max_size.",
+            f"smallest step has {int(fit.num_tokens.min())}. Raise max_size.",
         )
     warnings = _warnings(fit, demand, max_size)
     candidates = _candidates(max_size, align, fit, warnings)

@@ -76,8 +76,8 @@ class Plan:
             tokens.
         excess_pct: Excess of the objective on these steps over its value if every step had a graph
             of its exact size, in percent. Equal to ``waste_pct`` without a cost model.
-        curve: (graphs, waste_pct) pairs for every number of graphs, planned and judged in the same
-            way.
+        curve: (graphs, waste_pct) pairs for every number of graphs, planned and judged like this
+            plan.
         rivals: Results of well-known lists on the same steps.
         fit_on: Steps used for planning, ``all`` or ``first-half``.
         judged_on: Description of the judged steps.

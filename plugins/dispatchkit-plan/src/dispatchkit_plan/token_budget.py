@@ -28,8 +28,8 @@ class TokenBudget:
 
     Attributes:
         size: Size of the graph, in tokens.
-        share_pct: Steps of exactly that size, as a percentage of the steps above the largest graph.
-        pays: Whether a plan with the graph takes less time according to the cost model.
+        share_pct: Steps of exactly this size, as a percentage of the steps above the largest graph.
+        pays: Whether the graph saves time according to the cost model.
         saved_pct: Time that the graph saves, as a percentage of the time of the trace; None if
             unknown.
         reason: Sentence that explains the verdict.
@@ -61,11 +61,11 @@ def weigh_token_budget(
     curve: SizeCurve,
     num_graphs: int | None,
 ) -> TokenBudget | None:
-    """Judge whether time is saved by moving one of the graphs to the token budget.
+    """Return a verdict on moving one of the graphs to the token budget.
 
     Args:
         work: Steps used for planning.
-        max_size: Largest of the other sizes.
+        max_size: Largest size of the other graphs.
         wanted: Size to consider; ``auto`` for the most frequent size above ``max_size``; None to
             consider no size.
         objective: Objective of the plan.
@@ -103,7 +103,8 @@ def weigh_token_budget(
         return verdict(
             False,
             None,
-            "It would replace another graph. Plan with a number of graphs to compare both plans.",
+            "A graph of this size would replace another graph. Plan with a number of graphs to "
+            "compare both plans.",
         )
     if num_graphs < 2:
         return verdict(False, None, "It would be the only graph. Plan with at least 2 graphs.")
@@ -122,7 +123,7 @@ def weigh_token_budget(
     before, after = without + below(num_graphs), with_it + below(num_graphs - 1)
     saved = 100.0 * (before - after) / before
     if after < before:
-        return verdict(True, saved, f"It saves {saved:.2f}% of the trace's time.")
+        return verdict(True, saved, f"A graph of this size saves {saved:.2f}% of the time.")
     return verdict(
         False, saved, f"A plan that moves one graph to this size takes {-saved:.2f}% more time."
     )

@@ -11,7 +11,7 @@ from dispatchkit.keys import check_count, check_instance
 
 from dispatchkit_predictive.predictor import KeyPredictor, is_number
 
-# Number of recent prefetches that are evaluated, and length of a pause in key changes.
+# Number of recent prefetches that are evaluated, and number of key changes that a pause lasts.
 _LOOK_BACK, _REST = 100, 100
 
 

@@ -11,7 +11,7 @@ from dispatchkit_predictive.assistant import Predictive
 
 @hookimpl
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
-    """Return the observer; as an observer, it also receives evictions."""
+    """Return the observer ``predictive``, which also receives evictions."""
     return [
         ObserverSpec(
             "predictive",

@@ -6,7 +6,7 @@ The step runs in a new runner with a graph for every size and mode, so the origi
 graphs, counters and policy. State that the step changes (a key/value cache) and the state of random
 generators are saved and restored.
 
-The time of a step is the time that it adds to a sequence of steps, including host and device:
+The time of a step is the time, on host and device, that it adds to a sequence of steps:
 
 - ``queued``: steps are launched without waiting, and the device is synchronized at the end. The
   time of a step is the host time or the device time, whichever is longer.
@@ -49,8 +49,10 @@ __all__ = ["DEFAULT_MODEL", "Pace", "calibrate", "load_runner"]
 
 #: The runner that is measured by default: the decoder of the demo.
 DEFAULT_MODEL = "dispatchkit.demo.models:decoder"
-_STEADY = 0.25  # maximum spread of samples, relative to the median, of a steady measurement
-_BUSY = 0.5  # spread above which the times are not meaningful
+# Maximum spread of the samples of a steady measurement, relative to their median.
+_STEADY = 0.25
+# Relative spread above which the times are not meaningful.
+_BUSY = 0.5
 
 Pace = Literal["queued", "waited"]
 #: Minimum duration of a sample, which limits the influence of its first and last step.
@@ -259,7 +261,7 @@ class _Graphs:
 
 
 def _capture(runner: GraphRunner, value: int) -> _Graphs:
-    """Capture the graphs for one value of the axis."""
+    """Return the graphs captured for one value of the axis."""
     runner.controls.warm_up()  # loads libraries before the first measured capture
     axes = (value,) if runner.config.axes else ()
     declared = [key for key in runner.registry if key.descriptor.axes == axes]
@@ -297,7 +299,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
 
 @attrs.frozen
 class _Times:
-    """Median time of a step in microseconds, and relative interquartile range."""
+    """Median time of a step in microseconds, and the relative interquartile range."""
 
     median: float
     spread: float
@@ -343,7 +345,7 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
     start, end = backend.new_event(timing=True), backend.new_event(timing=True)
     backend.synchronize()
     for _ in range(_LEAD_IN):
-        run()  # only the first step after an idle period waits for its launch
+        run()  # lead-in: the first step after an idle period also waits for its launch
     start.record()
     for _ in range(steps):
         run()

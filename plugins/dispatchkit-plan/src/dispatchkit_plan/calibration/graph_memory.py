@@ -157,7 +157,7 @@ def suppressed_warnings() -> Iterator[None]:
 
 
 class MemoryMeter:
-    """Memory of the graphs that were captured since the meter was created.
+    """Meter for the memory of the graphs captured since the meter was created.
 
     Args:
         runner: Runner that captures the graphs.
@@ -194,7 +194,7 @@ class MemoryMeter:
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return the bytes that the driver has allocated on the device, for all processes."""
+        """Return the growth of the driver's memory on the device in bytes, for all processes."""
         return max(0, self._outside_torch() - self._outside)
 
 

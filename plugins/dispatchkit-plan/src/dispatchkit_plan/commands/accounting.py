@@ -70,7 +70,7 @@ def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
 
 
 def show_account(account: Account, out: Console, limit: int | None) -> None:
-    """Print an account of a trace, readable at 80 columns."""
+    """Print an account of a trace, formatted for 80 columns."""
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     out.print(Text(f"Trace    {account.source}, {counted(account.num_steps, 'step')}"))
     out.print(Text(f"Policy   {account.policy}, {counted(account.num_graphs, 'graph')}"))

@@ -144,7 +144,7 @@ def plan(
         typer.Option(
             "--engine",
             metavar="ENGINE",
-            help="Print settings to paste: dispatchkit, vllm, sglang, tensorrt-llm.",
+            help="Engine to print settings for: dispatchkit, vllm, sglang, tensorrt-llm.",
         ),
     ] = None,
     query_len: Annotated[
@@ -289,7 +289,7 @@ def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
 
 
 def show(made: Plan, out: Console) -> None:
-    """Print a plan, readable at 80 columns."""
+    """Print a plan, formatted for 80 columns."""
     graphs = counted(made.num_graphs, "graph")
     out.print(Text(f"Sizes to capture ({graphs}, up to {made.max_size} tokens)", style="bold"))
     for family in made.families:
@@ -306,7 +306,7 @@ def show(made: Plan, out: Console) -> None:
         )
     )
     if made.objective != "padding":
-        excess = f"{made.excess_pct:.2f}% more than with all exact sizes"
+        excess = f"{made.excess_pct:.2f}% more than with graphs of exact sizes"
         out.print(Text(f"Minimized {made.objective}: {excess}."))
     if made.future is not None:
         out.print(
@@ -400,7 +400,8 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     )
     if made.objective != "padding":
         out.print(
-            f"Minimized {made.objective}: {made.excess_pct:.2f}% more than with all exact sizes."
+            f"Minimized {made.objective}: {made.excess_pct:.2f}% more than with graphs of exact "
+            "sizes."
         )
     if made.gap_pct:
         out.print(f"At most {made.gap_pct:.2f}% above the optimum for the planning steps.")

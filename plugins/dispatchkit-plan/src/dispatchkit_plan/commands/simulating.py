@@ -158,7 +158,7 @@ def simulate(
 
 
 def show(found: list[Simulation], trace: Path, out: Console) -> None:
-    """Print simulations side by side, readable at 80 columns."""
+    """Print simulations side by side, formatted for 80 columns."""
     first = found[0]
     out.print(
         Text(
@@ -186,7 +186,7 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
 
 
 def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
-    """Print simulations of ranks side by side, readable at 80 columns."""
+    """Print simulations of ranks side by side, formatted for 80 columns."""
     first = found[0]
     title = (
         f"{trace}: {counted(first.num_steps, 'step')} on {counted(first.ranks, 'rank')}; costs from"

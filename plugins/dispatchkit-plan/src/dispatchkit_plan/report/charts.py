@@ -32,9 +32,12 @@ __all__ = [
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
 _CHAR = 6.6  # mean width of a character at 12 px
 _LABEL_HEIGHT = 14.0
-_NEAR = 12.0  # maximum distance of a label from its point without a leader line
-_MAX_ORDERED = 5  # maximum number of labels whose orders are all tried: 120 orders
-_ONE_PLACE = 4.0  # points that are closer than this share one block of labels
+# Maximum distance of a label from its point without a leader line.
+_NEAR = 12.0
+# Maximum number of labels for which all orders are tried: 120 orders for 5 labels.
+_MAX_ORDERED = 5
+# Distance below which two points share one block of labels.
+_ONE_PLACE = 4.0
 # Characters that HTML and XML do not allow in text, including lone surrogates.
 _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -169,7 +172,7 @@ class _Frame:
         )
 
     def x_axis(self, ticks: Sequence[tuple[float, str]], label: str) -> None:
-        """Draw as many ticks as fit without overlap, including the last one."""
+        """Draw as many ticks as fit without overlap, including the last tick."""
         chosen: list[tuple[float, str]] = []
         free = math.inf
         for x, what in reversed(ticks):

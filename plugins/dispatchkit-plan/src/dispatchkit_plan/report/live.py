@@ -61,7 +61,7 @@ class LiveStatistics:
         self.memory: dict[str, dict[str, int]] = {}
 
     def sample(self, runner: Any) -> None:
-        """Append the counters of a ``GraphRunner``, and update its policy's measurements."""
+        """Append the counters of a ``GraphRunner``, and store its policy's measurements."""
         self.policy = runner.dispatcher.policy_name
         self.samples.append(attrs.asdict(runner.stats()))
         if len(self.samples) > MAX_SAMPLES:
@@ -161,12 +161,12 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
             _times(data.get("arms"), source),
             _reasons(last),
         ),
-        notes=("The numbers count all steps since the runner was created.",),
+        notes=("The numbers cover all steps since the runner was created.",),
     )
 
 
 def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
-    """Return (name, text) facts with the memory of each device by purpose."""
+    """Return (name, text) pairs with the memory of each device by purpose."""
     if devices is None:
         return []
     if not isinstance(devices, Mapping) or not all(

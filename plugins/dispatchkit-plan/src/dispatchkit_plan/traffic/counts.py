@@ -67,7 +67,7 @@ class SizeHistogram:
     def from_trace(cls, trace: StepTrace) -> SizeHistogram:
         """Return the number of steps of each kind in a trace.
 
-        Without a column for it, ``uniform`` is None, and ``num_active_loras`` is 0.
+        A missing column leaves ``uniform`` at None and ``num_active_loras`` at 0.
         """
         size = len(trace)
         tokens = trace.column("num_tokens")
