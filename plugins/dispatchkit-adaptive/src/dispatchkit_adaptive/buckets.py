@@ -76,8 +76,8 @@ class Bucket:
         sizes: Smallest and largest number of tokens among the batches decided so far.
         stale: Range of tokens whose cells may still hold an earlier decision; None if no cell does.
         waiting: Probes without an outcome yet: the batch and the arm, by number of tokens.
-        needless: Numbers of tokens in ``waiting`` whose arm has since been measured by another
-            probe.
+        needless: Numbers of tokens in ``waiting`` whose probe is no longer needed, because another
+            probe has measured the arm.
         last_probe: Step of the last probe with an outcome; 0 if there was none.
         unproven_us: Expected time of the base's arm, in microseconds, for all steps that used other
             arms since its last sample. During these steps, a speedup of the base's arm goes

@@ -22,7 +22,7 @@ __all__ = ["KNOWN", "Estimate", "Watch"]
 KNOWN = 3
 #: A sample at least this many standard errors from the estimate does not move the estimate.
 CLIP = 3.0
-#: Initial relative noise, which has the weight of ``KNOWN`` samples, and the lower bound of noise.
+#: Initial relative noise, with the weight of ``KNOWN`` samples, and the lower bound of the noise.
 FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
 #: Initial slope of a band (halfway between constant and proportional time) and its error.
 FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
@@ -49,7 +49,7 @@ RANGES = {
 
 
 class Watch:
-    """A detector of jumps of a level, by a likelihood ratio test on its latest surprises.
+    """A detector of jumps of a level that uses a likelihood ratio test on the latest surprises.
 
     The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If
     the mean over one of the ``WINDOWS`` is more than ``LIMIT`` standard errors from 0, the level
@@ -96,7 +96,7 @@ class Estimate:
         last_step: Number of the step that gave the last sample.
         surprise: Logarithm of the ratio of the last sample to the expected time.
         surprise_error: Standard error of ``surprise``.
-        is_odd: Whether the last sample is more than half of the evidence for a jump.
+        is_odd: Whether the last sample alone is more than half of the evidence needed for a jump.
     """
 
     def __init__(self, top: int, memory: int, *, over_tokens: bool) -> None:

@@ -54,7 +54,8 @@ CALIBRATION = "calibration"
 _MOST_ASKED = 65_536
 # Number of outcomes without a change after which the pace doubles, and the largest pace.
 _CALM, _SLOWEST_PACE = 24, 8
-# Share of the account that may be at risk before an unused base is probed, if probing is free.
+# Share of the account at risk above which the base's arm is probed, if it is not in use and a probe
+# costs nothing.
 _PROOF_FROM = 0.8
 # Share of the probe allowance that a single probe may cost.
 _COST_AT_ONCE = 0.25
@@ -517,7 +518,7 @@ class AdaptivePolicy:
         if not arm.is_eager:
             return jump != 0.0
         # A cause that slows eager in one bucket (a busier host, a lower clock) slows eager in all
-        # buckets. Small changes, within the noise assumed at first, concern only one band.
+        # buckets. Small changes, within the initial noise, affect only one band.
         watch = self._eager_watches.setdefault(regime, Watch())
         shared, count = watch.add(estimate.evidence(FIRST_NOISE), estimate.surprise)
         if not count:

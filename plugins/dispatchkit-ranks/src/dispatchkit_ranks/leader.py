@@ -93,7 +93,7 @@ class LeaderPolicy:
         return served
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass an outcome to the learner, and store its updates until they are published."""
+        """Pass an outcome to the learner, and store the learner's updates until the next epoch."""
         if self.learner is None or not self.is_observing:
             return
         for update in self._call_learner("observe", outcome, read=_updates) or ():

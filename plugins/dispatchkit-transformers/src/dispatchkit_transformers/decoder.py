@@ -68,7 +68,7 @@ except ImportError as _error:
 
 __all__ = ["DECODE_ATTENTION", "DecoderStats", "GraphDecoder"]
 
-#: Name of the input with drafts, and of the steps that verify them in ``stats().graphs``.
+#: Name of the input with drafts, and of the verifying steps in ``stats().graphs``.
 DRAFTS = "drafts"
 
 

@@ -242,7 +242,8 @@ class PromptLookup:
         known, last = self._tokens[: tokens.shape[0]], positions.unsqueeze(1)
         most = known.shape[1] - 1
         known.scatter_(1, last, tokens.unsqueeze(1))
-        # For each earlier position, how many tokens that end there equal the row's last tokens.
+        # For each earlier position, the length of the match between the tokens that end there and
+        # the row's last tokens.
         is_equal = self._ahead < last
         number = torch.zeros_like(known)
         for back in range(self._max_ngram):

@@ -196,7 +196,11 @@ class StepTimer:
                 with warnings.catch_warnings(record=True) as caught:
                     self._dispatcher.observe(outcome)
             except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
-                log.warning("Reporting an outcome failed: %s: %s", type(error).__name__, error)
+                log.warning(
+                    "The policy did not learn from a step, because it raised %s: %s",
+                    type(error).__name__,
+                    error,
+                )
                 continue
             for warning in caught:
                 log.warning("%s", warning.message)

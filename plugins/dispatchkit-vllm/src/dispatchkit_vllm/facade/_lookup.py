@@ -18,7 +18,7 @@ _MAX_MEMO = 65_536
 
 
 class FacadeBase:
-    """Base of the dispatchers of all generations, with keys in a registry.
+    """Base class of the dispatchers of all generations, with keys in a registry.
 
     Attributes:
         registry: The keys and their graphs.

@@ -138,7 +138,7 @@ class PaddingDispatcher(FacadeBase):
         return self._table
 
     def _bind(self, decision: Decision, batch: Batch) -> Any:
-        """Return the result that ``dispatch`` returns for a cell."""
+        """Return the prepared result of ``dispatch`` for a cell."""
         if decision.key is None:
             return None
         return self._modes[decision.mode], self._descriptor(decision.key)
