@@ -436,7 +436,7 @@ class AdaptivePolicy:
         """Replace the learned estimates with the estimates in a file.
 
         Raises:
-            ConfigError: ``path`` is not a path.
+            ConfigError: ``path`` is not a valid file path.
             StateError: The file cannot be read, is incomplete or not a state file, or has a
                 different version or fingerprint. The current estimates are kept.
         """

@@ -79,7 +79,7 @@ def read_state(
     except (OSError, ValueError, RecursionError) as error:
         raise StateError(f"{path} cannot be read as JSON ({error}). {_NEXT_STEP}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise StateError(f"{path} is not a state file of this policy. {_NEXT_STEP}")
+        raise StateError(f"{path} is not a state file of the adaptive policy. {_NEXT_STEP}")
     if data.get("version") != VERSION:
         raise StateError(
             f"{path} has version {data.get('version')!r}; only version {VERSION} can be read. "

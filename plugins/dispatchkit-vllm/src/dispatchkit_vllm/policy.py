@@ -22,8 +22,8 @@ class VllmPolicy:
 
     Args:
         dialect: A ``Dialect`` or its name.
-        ladder: The ladder to use. By default, the dialect is applied to the dispatcher's
-            configuration.
+        ladder: Ladder that yields the keys to try. By default, the dialect is applied to the
+            dispatcher's configuration.
 
     Raises:
         UnknownNameError: No dialect has the given name.

@@ -62,8 +62,8 @@ class StepController:
     dummy runs, profiling and captures), vLLM's own class decides.
 
     Args:
-        settings: The settings of this process.
-        vllm_config: vLLM's configuration.
+        settings: dispatchkit's settings for this process.
+        vllm_config: vLLM's configuration, which determines ranks and device.
         runner: Name of the runner in messages.
 
     Attributes:

@@ -169,7 +169,7 @@ class PolicyCore:
     def fill(self) -> int:
         """Fill every cell that a step can use, and return the number of filled cells.
 
-        Steps then never wait for the policy.
+        Afterwards, steps never wait for the policy.
         """
         config = self.config
         cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
