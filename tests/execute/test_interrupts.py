@@ -11,7 +11,13 @@ torch = pytest.importorskip("torch")
 
 from interrupts import KEPT, call_elsewhere, interrupted  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    GraphRunner,
+    StaticInput,
+    StepState,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.capture_guard import capturing_device, is_any_capturing  # noqa: E402
 from dispatchkit.execute.io.outputs import SharedMemory  # noqa: E402
 
@@ -80,11 +86,15 @@ def counting(x):
 
 COUNT = torch.zeros(())
 GENERATOR = torch.Generator().manual_seed(0)
+STATE = StepState([COUNT], generators=[GENERATOR])
 
 CAPTURES = {
     "ahead": (lambda: make(product), lambda runner: runner.capture()),
     "lazily": (lambda: make(product, lazy=True), lambda runner: runner(x=X)),
-    "with state": (lambda: make(counting, state=[COUNT]), lambda runner: runner.capture()),
+    "with state": (
+        lambda: make(counting, state=StepState([COUNT], generators=[GENERATOR])),
+        lambda runner: runner.capture(),
+    ),
     "warmed up": (lambda: make(product), lambda runner: runner.controls.warm_up()),
 }
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import array
+import configparser
+import contextvars
 import copy
+import ctypes
 import functools
+import io
 import itertools
+import os
+import queue
 import random
+import threading
+import types
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
+import weakref
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +31,12 @@ torch = pytest.importorskip("torch")
 
 from dispatchkit import GraphRunner, StaticInput, graphed  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute.step.container_kinds import (  # noqa: E402
+    is_same,
+)
 from dispatchkit.execute.step.python_state import (  # noqa: E402
     PythonState,
     declare_bookkeeping,
-    is_same,
     restore,
 )
 
@@ -79,6 +91,22 @@ def _nonlocal() -> tuple[Callable[[], None], Callable[[], Any]]:
 
 def _table() -> None:
     TABLE["new"] = TABLE.get("new", 0) + 1
+
+
+def _own_attribute() -> None:
+    _own_attribute.n += 1  # type: ignore[attr-defined]
+
+
+_own_attribute.n = 0  # type: ignore[attr-defined]
+
+
+SETTINGS = types.ModuleType("settings_of_a_step")
+SETTINGS.inner = types.ModuleType("settings_of_a_step.inner")  # type: ignore[attr-defined]
+SETTINGS.inner.scale = 1
+
+
+def _in_a_module() -> None:
+    SETTINGS.inner.scale += 1
 
 
 def _default(seen: list[int] = []) -> None:  # noqa: B006 - the case to test
@@ -145,6 +173,105 @@ CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
         lambda one: one.value.__setitem__(0, 1),
         "holder.value",
     ),
+    "an order of keys": (
+        {"a": 1, "b": 2},
+        lambda one: one.value.update(a=one.value.pop("a")),
+        "holder.value['a']",
+    ),
+    "the order of an ordered dictionary": (
+        OrderedDict(a=1, b=2),
+        lambda one: one.value.move_to_end("a"),
+        "holder.value['a']",
+    ),
+    "a user dictionary": (
+        UserDict(a=1),
+        lambda one: one.value.update(a=2),
+        "holder.value.data['a']",
+    ),
+    "a user list": (UserList([1]), lambda one: one.value.append(2), "holder.value.data[1]"),
+    "a chain of dictionaries": (
+        ChainMap({"a": 1}, {}),
+        lambda one: one.value.update(a=2),
+        "holder.value.maps[0]['a']",
+    ),
+    "a queue": (queue.Queue(), lambda one: one.value.put(1), "holder.value.queue[0]"),
+    "a configuration file": (
+        configparser.ConfigParser(),
+        lambda one: one.value.read_string("[a]"),
+        "holder.value._sections['a']",
+    ),
+    "weak values": (
+        weakref.WeakValueDictionary(),
+        lambda one: one.value.update(a=one.inner),
+        "holder.value.data['a']",
+    ),
+    "a namespace of arguments": (
+        argparse.Namespace(value=1),
+        lambda one: setattr(one.value, "value", 2),
+        "holder.value.value",
+    ),
+    "a value of a thread": (
+        threading.local(),
+        lambda one: setattr(one.value, "value", 2),
+        "holder.value.value",
+    ),
+    "a context variable": (
+        contextvars.ContextVar("value", default=1),
+        lambda one: one.value.set(2),
+        "holder.value",
+    ),
+    "text in memory": (io.StringIO("ab"), lambda one: one.value.read(1), "holder.value"),
+    "bytes in memory": (io.BytesIO(b"ab"), lambda one: one.value.write(b"c"), "holder.value"),
+    "a number of C": (
+        ctypes.c_int(1),
+        lambda one: setattr(one.value, "value", 2),
+        "holder.value",
+    ),
+    "a view of memory": (
+        memoryview(bytearray(b"ab")),
+        lambda one: one.value.__setitem__(0, 1),
+        "holder.value",
+    ),
+    "the environment": (
+        os.environ,
+        lambda one: one.value.update(DISPATCHKIT_TEST="1"),
+        "holder.value",
+    ),
+    "random numbers of numpy": (
+        pytest.importorskip("numpy").random.default_rng(1),
+        lambda one: one.value.random(),
+        "holder.value",
+    ),
+    "older random numbers of numpy": (
+        pytest.importorskip("numpy").random.RandomState(1),
+        lambda one: one.value.rand(),
+        "holder.value",
+    ),
+    "random numbers of torch": (
+        torch.Generator().manual_seed(1),
+        lambda one: torch.rand(1, generator=one.value),
+        "holder.value",
+    ),
+    "the memory of a tensor": (
+        torch.zeros(2),
+        lambda one: setattr(one.value, "data", torch.ones(2)),
+        "holder.value.data",
+    ),
+    "the memory of a tensor, set": (
+        torch.zeros(2),
+        lambda one: one.value.set_(torch.ones(2)),
+        "holder.value.data",
+    ),
+    "the size of a tensor": (
+        torch.zeros(2),
+        lambda one: one.value.resize_(1),
+        "holder.value.data",
+    ),
+    "the memory of a weight": (
+        0,
+        lambda one: setattr(one.inner.weight, "data", torch.ones(2, 2)),
+        "holder.inner.weight.data",
+    ),
     "random numbers of Python": (random.Random(1), lambda one: one.value.random(), "holder.value"),
     "a buffer": (0, lambda one: setattr(one, "kept", torch.ones(2)), "holder.kept"),
     "a buffer past setattr": (
@@ -179,11 +306,12 @@ def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
     holder = Holder(value, change)
     before = PythonState({"holder": holder})
     assert before.changes() == ()
-    holder()
-    found = before.changes()
-    assert any(entry.path.endswith(path) for entry in found), [str(one) for one in found]
-    assert all(entry.can_restore for entry in found)
-    restore(found)
+    with before.data_held():
+        holder()
+        found = before.changes()
+        assert any(entry.path.endswith(path) for entry in found), [str(one) for one in found]
+        assert all(entry.can_restore for entry in found)
+        restore(found)
     assert before.changes() == ()
 
 
@@ -195,11 +323,17 @@ def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
         (_table, "TABLE['new']"),
         (_default, "a default of _default[0]"),
         (functools.partial(_default, []), "step[0]"),
+        (_own_attribute, "_own_attribute.n"),
+        (_in_a_module, "settings_of_a_step.inner.scale"),
         (Plain().seen.append, None),
     ],
-    ids=["global", "nonlocal", "global dictionary", "default", "partial", "builtin"],
+    ids=[
+        *("global", "nonlocal", "global dictionary", "default", "partial", "its own attribute"),
+        *("a module", "builtin"),
+    ],
 )
 def test_what_a_function_refers_to_is_reached(fn: Any, path: str | None) -> None:
+    """State outside modules is found through the function that uses it."""
     before = PythonState({"step": fn})
     fn(*([1] if path is None else []))
     found = before.changes()
@@ -380,8 +514,8 @@ class Owner:
 def test_the_package_that_makes_the_runners_is_not_entered() -> None:
     """Captures compare everything reachable, which would mostly be the package."""
     state = PythonState({"step": Owner().step})
-    assert [one.holder for one in state._records if isinstance(one.holder, type)] == [Owner]
-    assert len(state._records) < 10
+    assert {one.holder for one in state._records if isinstance(one.holder, type)} == {Owner}
+    assert len(state._records) < 20
 
 
 @pytest.mark.slow

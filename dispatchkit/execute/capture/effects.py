@@ -24,13 +24,15 @@ from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.io.structure import is_immutable, is_same_value, leaves_of
 from dispatchkit.execute.step.breaks import is_eager_region
-from dispatchkit.execute.step.pieces import Piece
-from dispatchkit.execute.step.python_state import (
+from dispatchkit.execute.step.container_kinds import (
     MISSING,
-    Entry,
-    PythonState,
     is_plain,
     is_same,
+)
+from dispatchkit.execute.step.pieces import Piece
+from dispatchkit.execute.step.python_state import (
+    Entry,
+    PythonState,
     restore,
 )
 from dispatchkit.execute.step.state import Snapshot
@@ -73,10 +75,18 @@ class PythonEffects:
         pieces: Pieces of the step. Their functions are the roots of the step's Python state.
         calls_eager: Whether functions under ``eager_region`` run eager in PIECEWISE, so that they
             are not part of the graphs.
+        generators: Declared random generators; warmups restore them, and replays advance them.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, calls_eager: bool = False) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        calls_eager: bool = False,
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
         self._pieces, self._calls_eager = tuple(pieces), calls_eager
+        self._generators = {id(one) for one in (torch.default_generator, *generators)}
         # State and value watches of graph pieces (True) and of the whole step (False).
         self._states: dict[bool, PythonState] = {}
         self._watches: dict[bool, ValueWatch] = {}
@@ -95,8 +105,12 @@ class PythonEffects:
         """Return the Python state that the step, or only its graph pieces, can reach now."""
         pieces = [one for one in self._pieces if one.is_graph or not graphs_alone]
         leaves_out = graphs_alone and self._calls_eager
-        roots = {piece.name: piece.fn for piece in pieces}
-        return PythonState(roots, is_excluded=is_eager_region if leaves_out else None)
+        known = self._generators | {id(one) for one in torch.cuda.default_generators}
+
+        def is_excluded(value: Any) -> bool:
+            return id(value) in known or (leaves_out and is_eager_region(value))
+
+        return PythonState({piece.name: piece.fn for piece in pieces}, is_excluded=is_excluded)
 
     def state(self, *, graphs_alone: bool = False) -> PythonState:
         """Return the state that the step reaches, as recorded after the last ``refresh``.
@@ -167,31 +181,39 @@ class PythonEffects:
                 reason=Reason.PYTHON_STATE,
             )
         before = self.state()
-        if graphs_alone:
-            self.state(graphs_alone=True)  # recorded before the block changes anything
+        read = self.state(graphs_alone=graphs_alone)  # recorded before the block changes anything
+        if iterators := read.iterators_read():
+            raise CaptureError(
+                f"The step reads {named(iterators)}, an iterator that a warmup would advance and "
+                "that cannot be restored. Take its next item outside the step, and pass the item "
+                "as an input. Until then, every step runs eager.",
+                reason=Reason.PYTHON_STATE,
+            )
         self._graphs_alone = graphs_alone
         changed: tuple[Entry, ...] = ()
-        try:
-            yield
-            changed = self.check_run()
-        except BaseException:
-            changed = before.changes()
-            raise
-        finally:
-            self._graphs_alone = None
-            if changed:
-                restore(changed)
-                self.forget()
+        with before.data_held():
+            try:
+                yield
+                changed = self.check_run()
+            except BaseException:
+                changed = before.changes()
+                raise
+            finally:
+                self._graphs_alone = None
+                if changed:
+                    restore(changed)
+                    self.forget()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo changes to Python state made in a ``with`` block that captures no graph."""
         before = self.state()
-        try:
-            yield
-        finally:
-            if changed := before.changes():
-                restore(changed)
+        with before.data_held():
+            try:
+                yield
+            finally:
+                if changed := before.changes():
+                    restore(changed)
 
     def check_run(self) -> tuple[Entry, ...]:
         """Check the changes made by one run, before another run can revert them.
@@ -233,17 +255,18 @@ class PythonEffects:
             CaptureError: The step changes Python state in each call, or did so in its first call.
         """
         before = self._reach()
-        try:
-            found = self._find(before, snapshot, run, run_on_other_rows)
-        except BaseException:
-            restore(before.changes())
-            raise
+        with before.data_held():
+            found = ""
+            try:
+                found = self._find(before, snapshot, run, run_on_other_rows)
+            finally:
+                if found not in (_CACHE, _OTHER_THREAD):
+                    restore(before.changes())
         if found in (_CACHE, _OTHER_THREAD):
             self.forget()
             if found == _OTHER_THREAD:
                 error.redo()
             return
-        restore(before.changes())
         snapshot.restore()
         self.forget()
         changed = error.entries
@@ -255,10 +278,15 @@ class PythonEffects:
                 "after it.",
                 reason=Reason.FIRST_CALL,
             )
+        hint = (
+            "Declare the generator in StepState(generators=[...])"
+            if any(isinstance(one.record.target, torch.Generator) for one in changed)
+            else "Keep this state in a tensor that the step writes in place (self.h.copy_(...), a "
+            "buffer), or change it outside the step"
+        )
         raise CaptureError(
             f"Each call of the step changes {named(changed)}, but a replay would not change it. "
-            "Keep this state in a tensor that the step writes in place (self.h.copy_(...), a "
-            "buffer), or change it outside the step. Until then, every step runs eager.",
+            f"{hint}. Until then, every step runs eager.",
             reason=Reason.PYTHON_STATE,
         )
 

@@ -126,7 +126,9 @@ class Warmups:
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
         self._takes_any: dict[Family, bool] = {}
-        self.effects: PythonEffects = PythonEffects(step.pieces, calls_eager=step.in_segments)
+        self.effects: PythonEffects = PythonEffects(
+            step.pieces, calls_eager=step.in_segments, generators=state.generators
+        )
 
     @property
     def device(self) -> torch.device:

@@ -6,31 +6,67 @@ dummy rows would also change this state. Before a run, ``PythonState`` records e
 the step reaches. ``changes`` lists the entries that the run changed, and ``restore`` restores them.
 
 The walk starts at the modules of the step, the object that a method is bound to, closure cells,
-globals that the code names, defaults, and arguments bound by ``partial``. From each object it
-follows attributes, slots, items of builtin containers, attributes of script modules, and names in
-the methods of user-defined classes. It does not enter code of the standard library, torch or numpy.
-State inside opaque C++ objects, files and other processes is not recorded.
+globals and attributes of modules that the code names, defaults, and arguments bound by ``partial``.
+From each object it follows attributes, slots, items of containers, attributes of script modules,
+and names in the methods of user-defined classes. It does not enter code of the standard library,
+torch or numpy; of their objects, it records containers, buffers, random generators, and public
+attributes with plain values or tensors. State inside other opaque objects, such as
+``queue.SimpleQueue`` and locks, in files and in other processes is not recorded.
 """
 
 from __future__ import annotations
 
-import array
+import argparse
 import dis
 import functools
 import gc
 import itertools
 import operator
 import pathlib
-import random
 import sys
+import threading
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import attrs
 import torch
 
+from dispatchkit.execute.step.container_kinds import (
+    ATTRIBUTES,
+    CELL,
+    CLASS,
+    DATA,
+    GLOBALS,
+    GRADIENT,
+    ITERATOR,
+    LIBRARY_ATTRIBUTES,
+    MAPPING,
+    MEMBER,
+    METHODS,
+    MISSING,
+    MODULE,
+    NUMPY_GENERATOR,
+    NUMPY_RANDOM,
+    RANDOM,
+    SCRIPT,
+    SEQUENCE,
+    SLOTS,
+    TORCH_GENERATOR,
+    TUPLE,
+    Globals,
+    Kind,
+    dotted,
+    is_plain,
+    is_same,
+    kind_of,
+    mapping,
+    place_of,
+    read_slots,
+)
 from dispatchkit.execute.step.modules import codes_of, functions_of
 
 #: Maximum number of recorded containers. The walk is breadth-first and visits objects before
@@ -39,19 +75,12 @@ MAX_CONTAINERS: Final = 50_000
 
 _Class = TypeVar("_Class")
 
-MISSING: Final = object()
-"""Marker for a missing entry."""
-
 #: Marks the end of a view, so that an item that moves from one container to the next is detected.
 _END: Final = (object(),)
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Packages whose globals and class attributes do not count as state of a step.
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
 _BOOKKEEPING_CLASSES: set[type] = set()
 _CONTAINERS = (dict, list, set, deque, bytearray)
-#: Attributes that every module has besides its members, including hooks.
-_BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,
@@ -60,6 +89,10 @@ _FUNCTIONS = (
     functools.partial,
 )
 _MEMBERS = ("_parameters", "_buffers", "_modules")
+_VIEWS: Any = tuple(type(view({})) for view in (dict.keys, dict.values, dict.items))
+_CACHED = functools._lru_cache_wrapper
+#: Classes of libraries whose objects users fill with attributes of their own.
+_ENTERED = (torch.nn.Module, types.SimpleNamespace, argparse.Namespace, threading.local)
 _WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME"})
 
 
@@ -101,7 +134,7 @@ class Entry:
     def holder(self) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
         """The builtin container that contains ``key``, or None."""
         target = self.record.target
-        if self.record.kind is _GLOBALS:
+        if self.record.kind is GLOBALS:
             return target.values  # type: ignore[no-any-return]
         # Only exact types, because reading an item of a subclass may run code and insert the item.
         return target if type(target) in (dict, OrderedDict, list, tuple) else None
@@ -166,6 +199,9 @@ class PythonState:
     ) -> None:
         self.modules: list[torch.nn.Module] = []
         self.tensors: list[torch.Tensor] = []
+        self._tensors_found: list[_Node] = []
+        # The memory of the tensors; held only during a run, so that it can be freed later.
+        self._data: list[torch.Tensor] = []
         self._records: list[Record] = []
         self._callables: list[Any] = []
         self._kept: list[Any] = []
@@ -177,6 +213,8 @@ class PythonState:
         self._records_of: dict[int, list[Record]] = {}
         # Objects that the step reaches without an attribute: roots, cells, globals, classes.
         self._roots: set[int] = set()
+        # Objects reached through a method or ``partial`` that is an entry, by its identity.
+        self._bound: dict[int, list[int]] = {}
         queue: deque[_Node] = deque(_Node(one, name, "", None) for name, one in roots.items())
         # Classes, and values reached only through their code, come last, because the code of a
         # library names most of the library.
@@ -202,10 +240,13 @@ class PythonState:
                 self.modules.append(found.value)
             elif isinstance(found.value, torch.Tensor):
                 self.tensors.append(found.value)
+                self._tensors_found.append(found)
             elif isinstance(found.value, _FUNCTIONS) and not found.is_method:
                 self._callables.append(found.value)
             for part in _parts(found):
                 inside: Iterable[_Node] = (part,) if isinstance(part, _Node) else part.inside()
+                if isinstance(part, _Node) and part.is_entry:
+                    self._bound.setdefault(id(found.value), []).append(id(part.value))
                 if isinstance(part, Record):
                     part.holder, part.is_of_class = found.value, is_of_class
                     records.append(part)
@@ -215,6 +256,16 @@ class PythonState:
                     (classes if of_class else queue).append(one)
         self._seen = [*itertools.chain.from_iterable(one.seen for one in self._records)]
         self._views = [view for one in self._records for view in one.views]
+        self._places = [*map(place_of, self.tensors)]
+
+    @contextmanager
+    def data_held(self) -> Iterator[None]:
+        """Hold the memory of the tensors, so that a tensor can be restored to it."""
+        self._data = [one.detach() for one in self.tensors]
+        try:
+            yield
+        finally:
+            self._data = []
 
     def changes(self) -> tuple[Entry, ...]:
         """Return the changed entries that the step names, nearest to the step first.
@@ -229,14 +280,20 @@ class PythonState:
         """Return the entries that can change and that the step's code may read."""
         if self._values_read is None:
             reads_gradients = not self._names_read().isdisjoint({"grad", "backward", *_DYNAMIC})
+            unread = _CONSUMED if reads_gradients else (*_CONSUMED, GRADIENT)
             self._values_read = self._read_by_step(
                 Entry(record, key)
                 for record in self._records
-                if record.kind is not _GRADIENT or reads_gradients
+                if record.kind not in unread
                 for key, value in record.saved.items()
-                if record.kind is not _TUPLE or not is_plain(value)
+                if record.kind is not TUPLE or not is_plain(value)
             )
         return self._values_read
+
+    def iterators_read(self) -> tuple[Entry, ...]:
+        """Return the iterators that the step's code names."""
+        iterators = [one for one in self._records if one.kind is ITERATOR]
+        return self._read_by_step(Entry(one, "") for one in iterators) if iterators else ()
 
     def containers_read(self) -> tuple[Container, ...]:
         """Return the containers that can grow and that the step's code may read."""
@@ -262,6 +319,11 @@ class PythonState:
         for record in self._records:
             if not (is_seen and record.views):
                 yield from record.changes()
+        for number, (tensor, place) in enumerate(zip(self.tensors, self._places, strict=True)):
+            if place_of(tensor) != place:
+                record = Record(DATA, self._tensors_found[number])
+                record.saved = {"data": self._data[number] if self._data else MISSING}
+                yield Entry(record, "data")
 
     def _read_by_step(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
         """Return the entries that the code of the step names.
@@ -286,13 +348,14 @@ class PythonState:
         reached = set(self._roots)
         waiting = list(reached)
         while waiting:
-            for record in self._records_of.get(waiting.pop(), ()):
-                for key, value in record.saved.items():
-                    one = id(value)
-                    if one in self._records_of and one not in reached:
-                        if _is_named(record, key, names):
-                            reached.add(one)
-                            waiting.append(one)
+            holder = waiting.pop()
+            found = list(self._bound.get(holder, ()))
+            for record in self._records_of.get(holder, ()):
+                found += (id(v) for key, v in record.saved.items() if _is_named(record, key, names))
+            for one in found:
+                if one in self._records_of and one not in reached:
+                    reached.add(one)
+                    waiting.append(one)
         return reached
 
     def _names_read(self) -> set[str]:
@@ -301,12 +364,15 @@ class PythonState:
         return self._names
 
     def _find_names(self) -> set[str]:
+        codes: set[types.CodeType] = set()
         methods: dict[str, set[types.CodeType]] = {}
         for cls in self._classes:
             for fn in _methods(cls):
                 methods.setdefault(fn.__name__, set()).add(fn.__code__)
+                if fn.__name__ in _OPERATORS and not _is_library(fn):
+                    codes.add(fn.__code__)
         # A callable in a closure, a global or an attribute may be called under any name.
-        codes = {fn.__code__ for one in self._callables for fn in functions_of(one)}
+        codes |= {fn.__code__ for one in self._callables for fn in functions_of(one)}
         for cls in self._called:
             codes |= {fn.__code__ for fn in _methods(cls) if fn.__name__ in _CALLS}
         found = set(_ALWAYS_READ)
@@ -322,25 +388,12 @@ class PythonState:
 
 def restore(entries: Iterable[Entry]) -> None:
     """Restore entries in reverse order, without replacing containers that other code may hold."""
+    records: dict[int, Record] = {}
     for entry in reversed(tuple(entries)):
         entry.restore()
-
-
-def is_same(before: Any, after: Any) -> bool:
-    """Return whether two values are the same object or equal plain values."""
-    if before is after:
-        return True
-    if type(before) is not type(after):
-        return False
-    if isinstance(before, float):
-        return bool(before.hex() == after.hex())  # NaN equals NaN, and 0.0 differs from -0.0
-    if isinstance(before, (*_PLAIN, _Address, _ByValue, _Contents)):
-        return bool(before == after)
-    if isinstance(before, types.MethodType):
-        return before.__func__ is after.__func__ and before.__self__ is after.__self__
-    if isinstance(before, tuple):
-        return len(before) == len(after) and all(map(is_same, before, after))
-    return False
+        records[id(entry.record)] = entry.record
+    for record in records.values():
+        record.restore_order()
 
 
 # -- records -------------------------------------------------------------------------------------
@@ -372,30 +425,6 @@ class _Node:
     is_installed: bool = False
     is_method: bool = False
     is_owner: bool = False
-
-
-@attrs.frozen(eq=False)
-class Kind:
-    """Functions that read and write containers of one kind.
-
-    Attributes:
-        read: Function that returns the entries of a container by key.
-        write: Function that sets an entry, or removes it for ``MISSING``; None if entries cannot be
-            restored.
-        join: Function that returns the path of an entry, given the container's path and the key.
-        is_entered: Whether the contents of entries are recorded too.
-        get: Function that returns one entry by key, or ``MISSING``; None if reading all entries is
-            just as fast.
-        views: Function that returns reusable iterables. If they yield the same objects as before,
-            the entries are unchanged. If there are no iterables, the entries must be read.
-    """
-
-    read: Callable[[Any], Mapping[Any, Any]]
-    write: Callable[[Any, Any, Any], None] | None
-    join: Callable[[str, Any], str]
-    is_entered: bool = True
-    get: Callable[[Any, Any], Any] | None = None
-    views: Callable[[Any], tuple[Iterable[Any], ...]] = lambda _: ()
 
 
 class Record:
@@ -441,6 +470,18 @@ class Record:
             if one is not value and not is_same(value, one):
                 yield Entry(self, key)
         yield from self.added(now)
+        if self.kind is MAPPING and now.keys() == self.saved.keys():
+            # The order of keys is state, too.
+            pairs = zip(self.saved, now, strict=True)
+            yield from (Entry(self, key) for key, other in pairs if key is not other)
+
+    def restore_order(self) -> None:
+        """Restore the order of the keys of a dictionary whose entries have been restored."""
+        if self.kind is not MAPPING or [*self.kind.read(self.target)] == [*self.saved]:
+            return
+        base = mapping(self.target)
+        for key in self.saved:
+            base.__setitem__(self.target, key, base.pop(self.target, key))
 
     def added(self, now: Mapping[Any, Any]) -> Iterator[Entry]:
         """Yield the new entries."""
@@ -450,279 +491,20 @@ class Record:
                     yield Entry(self, key)
 
 
-def _dotted(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-def _indexed(path: str, key: Any) -> str:
-    return f"{path}[{key!r:.40}]"
-
-
-def _itself(path: str, _key: Any) -> str:
-    return path
-
-
-def _by_name(_path: str, key: Any) -> str:
-    return str(key)
-
-
-def _set_item(target: Any, key: Any, value: Any) -> None:
-    if value is not MISSING:
-        target[key] = value
-    elif dict.__contains__(target, key):
-        del target[key]
-
-
-def _set_in_module(target: Any, key: str, value: Any) -> None:
-    """Set or remove an attribute of a module; new hooks are cleared in place."""
-    if value is MISSING and key in _BOOKKEEPING:
-        target[key].clear()
-    else:
-        _set_item(target, key, value)
-
-
-def _set_at(target: Any, index: int, value: Any) -> None:
-    """Set or remove an item; entries are restored in reverse order, so indices stay valid."""
-    if value is MISSING:
-        del target[index]
-    elif index < len(target):
-        target[index] = value
-    else:
-        target.extend([None] * (index - len(target)))
-        target.append(value)
-
-
-def _set_attribute(target: Any, name: str, value: Any) -> None:
-    # Bypasses the __setattr__ of frozen classes.
-    if value is MISSING:
-        object.__delattr__(target, name)
-    else:
-        object.__setattr__(target, name, value)
-
-
-def _set_on_class(target: type, name: str, value: Any) -> None:
-    if value is MISSING:
-        delattr(target, name)
-    else:
-        setattr(target, name, value)
-
-
-def _read_slots(target: Any) -> dict[str, Any]:
-    found = {}
-    for base in type(target).__mro__:
-        for name, member in vars(base).items():
-            if isinstance(member, types.MemberDescriptorType) and hasattr(target, name):
-                found[name] = getattr(target, name)
-    return found
-
-
-def _read_class(target: type) -> dict[str, Any]:
-    """Return the data attributes of a class, without nested classes, descriptors and dunders."""
-    return {
-        name: value
-        for name, value in vars(target).items()
-        if not name.startswith(("__", "_abc_"))
-        and not isinstance(value, type)
-        and not hasattr(type(value), "__get__")
-    }
-
-
-def _read_cell(target: types.CellType) -> dict[str, Any]:
-    try:
-        return {"": target.cell_contents}
-    except ValueError:  # an empty cell
-        return {}
-
-
-def _get_cell(target: types.CellType, _key: Any) -> Any:
-    try:
-        return target.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def _write_cell(target: types.CellType, _key: Any, value: Any) -> None:
-    if value is MISSING:
-        del target.cell_contents
-    else:
-        target.cell_contents = value
-
-
-@attrs.frozen
-class _Globals:
-    """The globals that a function names."""
-
-    values: dict[str, Any]
-    names: frozenset[str]
-
-    def read(self) -> dict[str, Any]:
-        return {
-            name: self.values[name]
-            for name in self.names & self.values.keys()
-            if not isinstance(self.values[name], types.ModuleType) or self.values[name] is random
-        }
-
-
-class _Address:
-    """A tensor of a script module, compared by memory because each read returns a new object."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._place = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Address) and self._place == other._place
-
-    def __hash__(self) -> int:
-        return hash(self._place)
-
-
-class _ByValue:
-    """A container of a script module, compared by value because each read returns a copy."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self._content = _content_of(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByValue) and is_same(self._content, other._content)
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-
-def _content_of(value: Any) -> Any:
-    """Replace containers with tuples, and tensors with their addresses."""
-    if isinstance(value, torch.Tensor):
-        return _Address(value)
-    if isinstance(value, dict):
-        return tuple((_content_of(key), _content_of(one)) for key, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_content_of, value))
-    return value
-
-
-def _readable(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _Address(value)
-    return _ByValue(value) if isinstance(value, (dict, list, tuple)) else value
-
-
-def _read_script(target: Any) -> dict[str, Any]:
-    read = target._c.getattr
-    known: Any = getattr(target, "_concrete_type", None)
-    if known is None:  # a frozen module
-        known = torch._C.ConcreteModuleType.from_jit_type(target._c._type())
-    return {name: _readable(read(name)) for name in known.get_attributes()}
-
-
-def _write_script(target: Any, name: str, value: Any) -> None:
-    if isinstance(value, _Address):
-        value = value.tensor
-    elif isinstance(value, _ByValue):
-        value = value.value
-    target._c.setattr(name, value)
-
-
-def _read_module(held: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module that are not bookkeeping, and its hooks."""
-    return {name: one for name, one in held.items() if name not in _BOOKKEEPING or _is_hooks(one)}
-
-
-def _is_hooks(value: Any) -> bool:
-    return isinstance(value, OrderedDict) and bool(value)
-
-
-def _get_item(target: Any, key: Any) -> Any:
-    return dict.get(target, key, MISSING)
-
-
-def _get_at(target: Any, index: int) -> Any:
-    return target[index] if index < len(target) else MISSING
-
-
-def _get_attribute(target: Any, name: str) -> Any:
-    return getattr(target, name, MISSING)
-
-
-@attrs.frozen
-class _LazyMap:
-    """An iterable that maps a function over its arguments anew in each iteration."""
-
-    get: Callable[..., Any]
-    arguments: tuple[Iterable[Any], ...]
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.get, *self.arguments)
-
-
-def _read_dict(target: Any) -> dict[Any, Any]:
-    # Bypasses the item access of subclasses, which may create a new object in each read.
-    return dict.copy(target) if type(target) is dict else dict(dict.items(target))
-
-
-def _read_sequence(target: Any) -> dict[int, Any]:
-    base: Any = next(one for one in (list, deque, tuple, frozenset) if isinstance(target, one))
-    return dict(enumerate(base.__iter__(target)))
-
-
-def _views_of_dict(target: Any) -> tuple[Iterable[Any], ...]:
-    # Bypasses the item access of subclasses.
-    return dict.keys(target), dict.values(target)
-
-
-def _views_of_module(held: dict[str, Any]) -> tuple[Iterable[Any], ...]:
-    hooks = [one for name, one in held.items() if name in _BOOKKEEPING and type(one) is OrderedDict]
-    return *_views_of_dict(held), *hooks
-
-
-def _views_of_sequence(target: Any) -> tuple[Iterable[Any], ...]:
-    return (target,) if type(target) in (list, deque) else ()
-
-
-def _views_of_class(target: type) -> tuple[Iterable[Any], ...]:
-    return vars(target).keys(), vars(target).values()
-
-
-def _views_of_globals(target: _Globals) -> tuple[Iterable[Any], ...]:
-    return (_LazyMap(target.values.get, (target.names, itertools.repeat(MISSING))),)
-
-
-_MAPPING = Kind(_read_dict, _set_item, _indexed, get=_get_item, views=_views_of_dict)
-_ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
-#: Parameters, buffers or submodules of a module.
-_MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
-_MODULE = Kind(_read_module, _set_in_module, _dotted, get=_get_item, views=_views_of_module)
-_SEQUENCE = Kind(_read_sequence, _set_at, _indexed, get=_get_at, views=_views_of_sequence)
-# A tuple is immutable, so its items need no comparison.
-_TUPLE = Kind(_read_sequence, None, _indexed, views=lambda _: ((),))
-_SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
-_CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute, views=_views_of_class)
-_CELL = Kind(
-    _read_cell,
-    _write_cell,
-    _itself,
-    get=_get_cell,
-    views=lambda one: (_LazyMap(_get_cell, ((one,), ("",))),),
-)
-_GLOBALS = Kind(
-    _Globals.read,
-    lambda one, key, value: _set_item(one.values, key, value),
-    _by_name,
-    views=_views_of_globals,
-)
-_SCRIPT = Kind(_read_script, _write_script, _dotted, is_entered=False)
-
-
 def _is_named(record: Record, key: Any, names: set[str]) -> bool:
     return record.kind not in _NAMED or key in names
 
 
+#: Methods that operators and statements call, so that no code needs to name them.
+_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in (
+        "getattr getattribute getitem missing contains iter next len bool enter exit get set "
+        "index int float hash eq ne lt le gt ge neg pos abs invert add sub mul matmul truediv "
+        "floordiv mod pow radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow iadd isub imul "
+        "imatmul itruediv and or xor lshift rshift torch_function array"
+    ).split()
+)
 #: Methods that run when an object is called.
 _CALLS = frozenset({"forward", "__call__"})
 #: Attributes that calling a module reads, although the module's class does not name them.
@@ -732,120 +514,18 @@ _ALWAYS_READ = frozenset({"training"}) | {
 #: Names that show that code accesses attributes by computed names.
 _DYNAMIC = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 #: Kinds whose entries are reached by attribute name.
-_NAMED = (_ATTRIBUTES, _MODULE, _SLOTS, _CLASS)
+_NAMED = (ATTRIBUTES, LIBRARY_ATTRIBUTES, MODULE, SLOTS, CLASS, METHODS)
 #: Kinds of containers that can grow, so that their length changes.
-_GROWING = (_MAPPING, _SEQUENCE, _ATTRIBUTES, _MEMBER, _MODULE)
+_GROWING = (MAPPING, SEQUENCE, ATTRIBUTES, LIBRARY_ATTRIBUTES, MEMBER, MODULE)
 #: Length functions that do not run code of a subclass.
 _LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
-
-
-class _Contents:
-    """The contents of an object, compared by value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Contents) and bool(self.value == other.value)
-
-    __hash__ = None  # type: ignore[assignment]  # the contents may be unhashable
-
-
-def _whole(read: Callable[[Any], Any], write: Callable[[Any, Any], Any] | None) -> Kind:
-    """Return a kind whose objects are compared and restored as a whole."""
-    put = None if write is None else (lambda one, _key, saved: write(one, saved.value))
-    return Kind(lambda one: {"": _Contents(read(one))}, put, _itself, is_entered=False)
-
-
-def _put_set(target: set[Any], value: frozenset[Any]) -> None:
-    target.clear()
-    target.update(value)
-
-
-def _put_bytes(target: Any, value: bytes) -> None:
-    target[:] = value if isinstance(target, bytearray) else array.array(target.typecode, value)
-
-
-def _iterator(one: Any) -> Any:
-    """Return a representation of an iterator's position, without advancing the iterator.
-
-    The ``repr`` of ``count`` and ``repeat`` contains their position. The position of other
-    ``itertools`` objects follows from the iterators and values that they refer to. Internal
-    counters are not accessible, so the position of a ``cycle`` after its first pass, or of an
-    ``islice`` between two items, is not detected.
-    """
-    if isinstance(one, types.GeneratorType):
-        frame = one.gi_frame
-        if frame is None:
-            return "finished"
-        held = tuple(v if is_plain(v) else id(v) for v in frame.f_locals.values())
-        return repr((frame.f_lasti, held))
-    if type(one).__module__ == "itertools":  # its __reduce__ is deprecated
-        return repr((repr(one), _held_by_iterator(gc.get_referents(one))))
-    return repr([part if is_plain(part) else id(part) for part in one.__reduce__()[1:]])
-
-
-def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
-    """Describe the referents of an iterator; the result changes when the iterator advances."""
-    return [
-        value
-        if is_plain(value)
-        else _iterator(value)
-        if _is_iterator(value)
-        else _held_by_iterator(value)
-        if isinstance(value, tuple)
-        else (id(value), len(value))
-        if isinstance(value, list)
-        else id(value)
-        for value in values
-    ]
-
-
-def _is_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of the builtins or of itertools."""
-    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
-
-
-_SET = _whole(frozenset, _put_set)
-_BYTES = _whole(bytes, _put_bytes)
-_ITERATOR = _whole(_iterator, None)
-_RANDOM = _whole(random.Random.getstate, random.Random.setstate)
-_RANDOM_MODULE = _whole(lambda _: random.getstate(), lambda _, value: random.setstate(value))
-_GRADIENT = Kind(
-    lambda one: {"grad": one.grad},
-    lambda one, _, value: setattr(one, "grad", value),
-    _dotted,
-    get=_get_attribute,
-    views=lambda one: (_LazyMap(getattr, ((one,), ("grad",))),),
-)
-
-
-def _numpy_kind(value: Any) -> Kind | None:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.random.Generator):
-        return _whole(lambda one: repr(one.bit_generator.state), None)
-    if isinstance(value, numpy.random.RandomState):
-        return _whole(lambda one: repr(one.get_state()), None)
-    if isinstance(value, numpy.ndarray) and value.dtype != object:
-        return _whole(
-            lambda one: one.tobytes(),
-            lambda one, saved: numpy.copyto(
-                one, numpy.frombuffer(saved, one.dtype).reshape(one.shape)
-            ),
-        )
-    return None
-
-
-_KINDS: tuple[tuple[Any, Kind], ...] = (
-    (dict, _MAPPING),
-    ((list, deque), _SEQUENCE),
-    (set, _SET),
-    ((tuple, frozenset), _TUPLE),
-    ((bytearray, array.array), _BYTES),
-    (random.Random, _RANDOM),
-)
+#: Kinds of objects whose state is consumed by a step, rather than read as a value.
+_CONSUMED = (ITERATOR, RANDOM, NUMPY_GENERATOR, NUMPY_RANDOM, TORCH_GENERATOR)
+#: The state of modules of libraries.
+_STATE_OF_LIBRARIES: Mapping[str, Callable[[Any], Any]] = {
+    "random": lambda module: module._inst,
+    "os": lambda module: module.environ,
+}
 
 
 # -- the walk ------------------------------------------------------------------------------------
@@ -856,37 +536,36 @@ def _parts(found: _Node) -> Iterator[Record | _Node]:
     value = found.value
     own = found if found.owner else attrs.evolve(found, owner=type(value).__qualname__)
     if isinstance(value, types.ModuleType):
-        if value is random:
-            yield Record(_RANDOM_MODULE, own)
         return
     if isinstance(value, type):
         yield from _of_class(value)
         return
     if isinstance(value, types.CellType):
-        yield Record(_CELL, own)
+        yield Record(CELL, own)
         return
-    if isinstance(value, _Globals):
-        yield Record(_GLOBALS, own)
+    if isinstance(value, Globals):
+        yield Record(GLOBALS, own)
         return
     if isinstance(value, _FUNCTIONS):
         yield from _of_function(value, found)
-    kind = _kind_of(value)
+    if (inner := _inside(value)) is not None:
+        yield _Node(inner, found.path, "", None, found.is_entry)
+    kind = kind_of(value)
     if kind is not None:
         yield Record(kind, own)
     if not isinstance(value, types.FunctionType):
         yield from _of_attributes(value, found.path)
 
 
-def _kind_of(value: Any) -> Kind | None:
-    """Return the kind of container that an object is; None if it has only attributes."""
-    for types_, kind in _KINDS:
-        if isinstance(value, types_):
-            return kind
-    if isinstance(value, torch.Tensor):
-        return _GRADIENT if value.is_leaf and value.requires_grad else None
-    if _is_iterator(value):
-        return _ITERATOR
-    return _numpy_kind(value)
+def _inside(value: Any) -> Any:
+    """Return the object that a reference, a view or a cached function of a library refers to."""
+    if isinstance(value, weakref.ReferenceType):
+        return value()
+    if isinstance(value, _VIEWS):
+        value = value.mapping
+    if isinstance(value, types.MappingProxyType):
+        return gc.get_referents(value)[0]
+    return value.__wrapped__ if isinstance(value, _CACHED) else None
 
 
 def _of_attributes(value: Any, path: str) -> Iterator[Record | _Node]:
@@ -902,23 +581,25 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Node]:
         if (wrapped := getattr(value, "__wrapped__", None)) is not None:
             yield _Node(wrapped, path, "", None)
         return
-    if _is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
+    if _is_library(cls) and not isinstance(value, _ENTERED):
+        if isinstance(held := getattr(value, "__dict__", None), dict):
+            yield Record(LIBRARY_ATTRIBUTES, _Node(held, path, owner, cls))
         return
     if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_c"):
         for name, module in value.named_modules():
-            inner = _dotted(path, name) if name else path
-            yield Record(_SCRIPT, _Node(module, inner, type(module).__qualname__, None))
+            inner = dotted(path, name) if name else path
+            yield Record(SCRIPT, _Node(module, inner, type(module).__qualname__, None))
         return
     held = getattr(value, "__dict__", None)
     if isinstance(value, torch.nn.Module):
-        yield Record(_MODULE, _Node(held, path, owner, cls))
+        yield Record(MODULE, _Node(held, path, owner, cls))
         for name in _MEMBERS:
-            yield Record(_MEMBER, _Node(vars(value)[name], path, owner, cls))
+            yield Record(MEMBER, _Node(vars(value)[name], path, owner, cls))
     elif isinstance(held, dict):
-        yield Record(_ATTRIBUTES, _Node(held, path, owner, cls))
+        yield Record(ATTRIBUTES, _Node(held, path, owner, cls))
     if not _is_library(cls):
-        if _read_slots(value):
-            yield Record(_SLOTS, _Node(value, path, owner, cls))
+        if read_slots(value):
+            yield Record(SLOTS, _Node(value, path, owner, cls))
         yield _Node(cls, owner, "", cls)
 
 
@@ -927,11 +608,15 @@ def _of_class(cls: type) -> Iterator[Record | _Node]:
     if _is_library(cls) or _is_own_module(cls.__module__):
         return
     name, installed = cls.__qualname__, _is_installed(cls)
-    yield Record(_CLASS, _Node(cls, name, f"class {name}", cls, is_installed=installed))
+    yield Record(CLASS, _Node(cls, name, f"class {name}", cls, is_installed=installed))
+    yield Record(METHODS, _Node(cls, name, f"class {name}", cls, is_installed=installed))
     for base in cls.__bases__:
         yield _Node(base, base.__qualname__, "", base)
     for fn in _own_functions(cls):
         yield _Node(fn, fn.__qualname__, "", fn, is_method=True)
+    for key, member in vars(cls).items():
+        if hasattr(type(member), "__get__") and not _is_library(type(member)):
+            yield _Node(member, f"{name}.{key}", f"class {name}", cls, is_installed=installed)
 
 
 def _of_function(fn: Any, found: _Node) -> Iterator[Record | _Node]:
@@ -947,18 +632,41 @@ def _of_function(fn: Any, found: _Node) -> Iterator[Record | _Node]:
         owner = f"function {plain.__code__.co_qualname}"
         names = frozenset(name for code in codes_of(plain.__code__) for name in code.co_names)
         installed = _is_installed(plain)
+        if not installed:
+            yield Record(ATTRIBUTES, _Node(vars(plain), plain.__name__, owner, plain))
         if not _is_own_module(plain.__module__ or ""):  # globals would reach all of dispatchkit
-            globals_named = _Globals(plain.__globals__, names)
+            globals_named = Globals(plain.__globals__, names)
             yield _Node(globals_named, "", owner, plain, is_installed=installed)
+            for path, one in _in_modules(plain.__globals__, names):
+                yield _Node(one, path, owner, plain, is_installed=installed)
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
                 yield _Node(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
             yield _Node(cell, name, owner, plain)
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether a value is deeply immutable."""
-    return isinstance(value, _PLAIN)
+def _in_modules(values: Mapping[str, Any], names: Set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the state of Python modules that a function names, as paths and objects.
+
+    Args:
+        values: Globals of the function.
+        names: Names in the code of the function, including the modules that it imports.
+    """
+    waiting = [values.get(name, sys.modules.get(name)) for name in names]
+    seen: set[int] = set()
+    while waiting:
+        module = waiting.pop()
+        if not isinstance(module, types.ModuleType) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        path = module.__name__
+        if path in _STATE_OF_LIBRARIES:
+            yield path, _STATE_OF_LIBRARIES[path](module)
+        elif path.partition(".")[0] == "numpy":
+            yield "numpy.random", sys.modules["numpy"].random.mtrand._rand
+        elif not _is_library_module(path) and not _is_own_module(path):
+            yield path, Globals(vars(module), frozenset(names))
+            waiting.extend(one for name, one in vars(module).items() if name in names)
 
 
 def _names_in(code: types.CodeType) -> set[str]:

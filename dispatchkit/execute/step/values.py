@@ -33,12 +33,15 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.nn.modules import module as torch_module
 
-from dispatchkit.execute.step.python_state import (
+from dispatchkit.execute.step.container_kinds import (
     MISSING,
+    address_of,
+    is_same,
+)
+from dispatchkit.execute.step.python_state import (
     Container,
     Entry,
     PythonState,
-    is_same,
 )
 
 _T = TypeVar("_T")
@@ -144,7 +147,7 @@ class _Group:
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
         self._values = [entry.before for entry in entries]
-        self._addresses = [_address_of(value) for value in self._values]
+        self._addresses = [address_of(value) for value in self._values]
         self._prepare()
 
     def is_unchanged(self) -> bool:
@@ -182,7 +185,7 @@ class _Group:
         return found
 
     def _is_same(self, number: int, now: Any) -> bool:
-        is_there = _address_of(now) == self._addresses[number]
+        is_there = address_of(now) == self._addresses[number]
         return is_there and is_same(self._values[number], now)
 
     def _prepare(self) -> None:
@@ -227,16 +230,6 @@ class _Lengths:
 def _chunks(items: Sequence[_T], at_once: int) -> list[Sequence[_T]]:
     """Split items into chunks of at most ``at_once`` items."""
     return [items[at : at + at_once] for at in range(0, len(items), at_once)]
-
-
-def _address_of(value: Any) -> int | None:
-    """Return the data address of a strided tensor; None for anything else."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    try:
-        return value.data_ptr()
-    except RuntimeError:  # a wrapper subclass without memory
-        return None
 
 
 # -- assignments that torch reports ---------------------------------------------------------------

@@ -1,0 +1,533 @@
+"""Functions with Python state of every kind compute what plain calls compute.
+
+Each form is called plainly and through ``graphed``, with the same inputs, and all results are
+compared. These steps run eager, and their hidden runs must not change any state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import configparser
+import contextvars
+import ctypes
+import functools
+import itertools
+import os
+import queue
+import random
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+
+from dispatchkit import graphed  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+
+FORMS: dict[str, Callable[[], Any]] = {}
+SETTINGS = types.ModuleType("settings_of_steps")
+
+
+def form(make: Callable[[], Any]) -> Callable[[], Any]:
+    FORMS[make.__name__] = make
+    return make
+
+
+class Counter:
+    """Counts its calls, in ways that no code names."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def step(self, x: Any) -> Any:
+        self.n += 1
+        return x * self.n
+
+    def __getitem__(self, key: int) -> int:
+        self.n += key
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        self.n += 1
+        return iter((self.n,))
+
+    def __enter__(self) -> int:
+        self.n += 1
+        return self.n
+
+    def __exit__(self, *_: object) -> None:
+        self.n += 1
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self.n += 1
+        return self.n
+
+    def __add__(self, other: int) -> int:
+        self.n += other
+        return self.n
+
+
+@form
+def bound_method() -> Any:
+    return Counter().step
+
+
+@form
+def bound_method_in_a_closure() -> Any:
+    step = Counter().step
+    return lambda x: step(x) + 1
+
+
+@form
+def bound_method_in_an_attribute() -> Any:
+    holder = types.SimpleNamespace(step=Counter().step)
+    return lambda x: holder.step(x) + 1
+
+
+@form
+def bound_method_in_a_partial() -> Any:
+    step = functools.partial(Counter().step)
+    return lambda x: step(x) + 1
+
+
+@form
+def dictionary_in_a_partial() -> Any:
+    def counted(seen: dict[str, int], x: Any) -> Any:
+        seen["n"] += 1
+        return x * seen["n"]
+
+    return functools.partial(counted, {"n": 0})
+
+
+@form
+def builtin_method() -> Any:
+    items = [1]
+    append = items.append
+
+    def step(x: Any) -> Any:
+        append(1)
+        return x * len(items)
+
+    return step
+
+
+@form
+def attribute_of_a_function() -> Any:
+    def step(x: Any) -> Any:
+        step.n += 1
+        return x * step.n
+
+    step.n = 0
+    return step
+
+
+@form
+def attribute_of_a_module() -> Any:
+    SETTINGS.n = 0
+
+    def step(x: Any) -> Any:
+        SETTINGS.n += 1
+        return x * SETTINGS.n
+
+    return step
+
+
+@form
+def imported_module() -> Any:
+    import sys
+
+    SETTINGS.n = 0
+    sys.modules["settings_of_steps"] = SETTINGS
+
+    def step(x: Any) -> Any:
+        import settings_of_steps
+
+        settings_of_steps.n += 1
+        return x * settings_of_steps.n
+
+    return step
+
+
+@form
+def item_access() -> Any:
+    counter = Counter()
+    return lambda x: x * counter[1]
+
+
+@form
+def iteration() -> Any:
+    counter = Counter()
+    return lambda x: x * sum(counter)
+
+
+@form
+def context_manager() -> Any:
+    counter = Counter()
+
+    def step(x: Any) -> Any:
+        with counter as n:
+            return x * n
+
+    return step
+
+
+@form
+def computed_attribute() -> Any:
+    counter = Counter()
+    return lambda x: x * counter.anything
+
+
+@form
+def operator() -> Any:
+    counter = Counter()
+    return lambda x: x * (counter + 2)
+
+
+@form
+def descriptor() -> Any:
+    class Field:
+        def __init__(self) -> None:
+            self.values: Any = weakref.WeakKeyDictionary()
+
+        def __get__(self, owner: Any, kind: Any = None) -> Any:
+            return self.values.get(owner, 0)
+
+        def __set__(self, owner: Any, value: Any) -> None:
+            self.values[owner] = value
+
+    class Holder:
+        n = Field()
+
+    holder = Holder()
+
+    def step(x: Any) -> Any:
+        holder.n += 1
+        return x * holder.n
+
+    return step
+
+
+@form
+def user_dictionary() -> Any:
+    counts = collections.UserDict(n=0)
+
+    def step(x: Any) -> Any:
+        counts["n"] += 1
+        return x * counts["n"]
+
+    return step
+
+
+@form
+def keys_in_order() -> Any:
+    recent = collections.OrderedDict(a=1, b=2, c=3)
+
+    def step(x: Any) -> Any:
+        recent.move_to_end(next(iter(recent)))
+        return x * next(iter(recent.values()))
+
+    return step
+
+
+@form
+def last_item() -> Any:
+    items = {number: number for number in range(20)}
+    return lambda x: x * items.popitem()[1]
+
+
+@form
+def work_queue() -> Any:
+    work: Any = queue.Queue()
+    for number in range(20):
+        work.put(number)
+    return lambda x: x * work.get()
+
+
+@form
+def context_variable() -> Any:
+    current = contextvars.ContextVar("current", default=1)
+
+    def step(x: Any) -> Any:
+        current.set(current.get() + 1)
+        return x * current.get()
+
+    return step
+
+
+@form
+def value_of_a_thread() -> Any:
+    local = threading.local()
+    local.n = 0
+
+    def step(x: Any) -> Any:
+        local.n += 1
+        return x * local.n
+
+    return step
+
+
+@form
+def environment() -> Any:
+    os.environ["DISPATCHKIT_TEST"] = "0"
+
+    def step(x: Any) -> Any:
+        os.environ["DISPATCHKIT_TEST"] += "0"
+        return x * len(os.environ["DISPATCHKIT_TEST"])
+
+    return step
+
+
+@form
+def number_of_c() -> Any:
+    number = ctypes.c_int(0)
+
+    def step(x: Any) -> Any:
+        number.value += 1
+        return x * number.value
+
+    return step
+
+
+ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
+    "count": lambda: itertools.count(1),
+    "cycle": lambda: itertools.cycle((1, 2, 3)),
+    "list": lambda: iter(list(range(40))),
+    "map": lambda: map(abs, range(40)),
+    "zip": lambda: (one for one, _ in zip(range(40), range(40), strict=True)),
+    "generator": lambda: (number for number in range(40)),
+    "islice": lambda: itertools.islice(itertools.count(), 40),
+}
+
+
+def _of_iterator(make: Callable[[], Iterator[Any]]) -> Callable[[], Any]:
+    def made() -> Any:
+        numbers = make()
+        return lambda x: x * next(numbers)
+
+    return made
+
+
+FORMS |= {f"iterator: {name}": _of_iterator(make) for name, make in ITERATORS.items()}
+
+
+@form
+def numbers_of_numpy() -> Any:
+    numbers = numpy.random.default_rng(0)
+    return lambda x: x * float(numbers.random())
+
+
+@form
+def shared_numbers_of_numpy() -> Any:
+    numpy.random.seed(0)
+    return lambda x: x * float(numpy.random.rand())
+
+
+@form
+def numbers_of_python() -> Any:
+    random.seed(0)
+    return lambda x: x * random.random()
+
+
+@form
+def numbers_of_torch() -> Any:
+    numbers = torch.Generator().manual_seed(0)
+    return lambda x: x * torch.rand((), generator=numbers)
+
+
+@form
+def tensor_with_other_memory() -> Any:
+    scale = torch.zeros(1)
+
+    def step(x: Any) -> Any:
+        scale.data = scale + 1
+        return x * scale
+
+    return step
+
+
+@form
+def tensor_set_to_other_memory() -> Any:
+    scale = torch.zeros(1)
+
+    def step(x: Any) -> Any:
+        scale.set_(scale + 1)
+        return x * scale
+
+    return step
+
+
+@form
+def tensor_that_grows() -> Any:
+    ones = torch.ones(1)
+
+    def step(x: Any) -> Any:
+        ones.resize_(ones.numel() + 1).fill_(1)
+        return x * ones.sum()
+
+    return step
+
+
+@form
+def weight_with_other_memory() -> Any:
+    linear = torch.nn.Linear(2, 2)
+
+    def step(x: Any) -> Any:
+        linear.weight.data = linear.weight.data * 1.5
+        return linear(x)
+
+    return step
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_results_are_those_of_plain_calls(name: str) -> None:
+    """At every call, from the first one on."""
+
+    def results(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        step = wrap(FORMS[name]())
+        inputs = [torch.arange(2.0 * rows).view(rows, 2) + 1 for rows in (3, 4, 3, 2, 3)]
+        return [step(x).clone() for x in inputs]
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = results(lambda step: step)
+        through = results(lambda step: graphed(step, backend="tape"))
+    torch.testing.assert_close(through, plain, rtol=0, atol=0)
+
+
+def test_the_reason_names_the_iterator_and_the_next_step() -> None:
+    """A user then knows which iterator to advance outside the step."""
+    numbers = itertools.count()
+    step = graphed(lambda x: x * next(numbers), backend="tape")
+    with (
+        torch.no_grad(),
+        pytest.warns(EagerStepWarning, match="reads numbers .*pass the item as an input"),
+    ):
+        step(torch.ones(3, 2))
+    assert "python_state 1" in str(step.graphed.stats())
+
+
+def test_the_reason_of_an_undeclared_generator_says_how_to_declare_it() -> None:
+    """A declared generator is advanced by replays."""
+    noise = torch.Generator()
+    step = graphed(lambda x: x + torch.rand((), generator=noise), backend="tape")
+    with (
+        torch.no_grad(),
+        pytest.warns(EagerStepWarning, match=r"StepState\(generators=\[\.\.\.\]\)"),
+    ):
+        step(torch.ones(3, 2))
+    assert "python_state 1" in str(step.graphed.stats())
+
+
+# -- values that other code changes after the capture -----------------------------------------
+
+
+class Scale:
+    """A value, and ways to read it that no code names."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def step(self, x: Any) -> Any:
+        return x * self.value
+
+    def scaled(self, x: Any) -> Any:
+        return x * 2
+
+    def __len__(self) -> int:
+        return int(self.value)
+
+    def __getitem__(self, key: str) -> float:
+        return self.value
+
+    @classmethod
+    def by_class(cls, x: Any) -> Any:
+        return x * cls.factor
+
+
+SCALE = Scale()
+FACTS: dict[str, Any] = {"value": 1.0}
+CONFIG = configparser.ConfigParser()
+CONFIG.read_string("[step]\nvalue=1")
+VARIABLE = contextvars.ContextVar("value", default=1.0)
+ARGUMENTS, NUMBER = argparse.Namespace(value=1.0), ctypes.c_double(1)
+NORMAL = torch.distributions.Normal(torch.zeros(1), torch.ones(1))
+
+
+def _with_attribute(x: Any) -> Any:
+    return x * _with_attribute.value  # type: ignore[attr-defined]
+
+
+_with_attribute.value = 1.0  # type: ignore[attr-defined]
+
+#: A step, and a function that changes what it reads to a new value.
+READS: dict[str, tuple[Callable[[Any], Any], Callable[[float], Any]]] = {
+    "a bound method": (SCALE.step, lambda v: setattr(SCALE, "value", v)),
+    "a class method": (Scale.by_class, lambda v: setattr(Scale, "factor", v)),
+    "a partial": (
+        functools.partial(lambda s, x: s.step(x), SCALE),
+        lambda v: setattr(SCALE, "value", v),
+    ),
+    "an item": (lambda x: x * SCALE["any"], lambda v: setattr(SCALE, "value", v)),
+    "a length": (lambda x: x * len(SCALE), lambda v: setattr(SCALE, "value", v)),
+    "a weak reference": (
+        functools.partial(lambda r, x: x * r().value, weakref.ref(SCALE)),
+        lambda v: setattr(SCALE, "value", v),
+    ),
+    "a cached function": (
+        functools.partial(lambda f, x: f().step(x), functools.lru_cache(lambda: SCALE)),
+        lambda v: setattr(SCALE, "value", v),
+    ),
+    "a replaced method": (
+        lambda x: SCALE.scaled(x) + 1,
+        lambda v: setattr(Scale, "scaled", lambda _, x: x * v),
+    ),
+    "an attribute of a function": (_with_attribute, lambda v: setattr(_with_attribute, "value", v)),
+    "a read-only view": (
+        functools.partial(lambda d, x: x * d["value"], types.MappingProxyType(FACTS)),
+        lambda v: FACTS.update(value=v),
+    ),
+    "the values of a dictionary": (
+        functools.partial(lambda d, x: x * sum(d), FACTS.values()),
+        lambda v: FACTS.update(value=v),
+    ),
+    "arguments": (lambda x: x * ARGUMENTS.value, lambda v: setattr(ARGUMENTS, "value", v)),
+    "a configuration file": (
+        lambda x: x * CONFIG.getfloat("step", "value"),
+        lambda v: CONFIG.set("step", "value", str(v)),
+    ),
+    "a context variable": (lambda x: x * VARIABLE.get(), VARIABLE.set),
+    "a number of C": (lambda x: x * NUMBER.value, lambda v: setattr(NUMBER, "value", v)),
+    "a tensor of a library object": (
+        lambda x: x * NORMAL.scale,
+        lambda v: setattr(NORMAL, "scale", torch.full((1,), v)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_other_code_changes_is_found_within_one_turn(name: str) -> None:
+    """At most one turn of values and containers late, which is short for small functions."""
+    step, change = READS[name]
+    through, x = graphed(step, backend="tape"), torch.ones(3, 2)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            assert torch.equal(through(x), step(x))
+        assert through.graphed.stats().steps_by_mode["FULL"]
+        for value in (5.0, 7.0):
+            change(value)
+            for _ in range(64):
+                through(x)
+            assert torch.equal(through(x), step(x))
