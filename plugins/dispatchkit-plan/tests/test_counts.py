@@ -126,7 +126,7 @@ def test_histograms_add_up(tmp_path):
         ("size,count\n", None, "no sizes"),
         ("size,counts\n1,2\n", 1, "Did you mean 'count'"),
         ("size\n1\n", 1, "needs `count`"),
-        ("size,num_tokens,count\n1,1,2\n", 1, "one of num_tokens, size"),
+        ("size,num_tokens,count\n1,1,2\n", 1, "one of num_tokens and size"),
         ("size,count\n1\n", 2, "truncated"),
         ("size,count\n1,-2\n", 2, "count must be from 0 to"),
         ("size,count\n1,1e3\n", 2, "count must be an integer"),

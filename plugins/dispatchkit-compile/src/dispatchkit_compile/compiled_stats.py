@@ -16,7 +16,7 @@ class CompiledStats:
     """Statistics of one compiled graph.
 
     Attributes:
-        name: The graph's name.
+        name: Name of the graph.
         plain_steps: Number of steps that bypassed the runner and ran eager, by reason.
         runner: Statistics of the runner; None before the graph's first step.
     """

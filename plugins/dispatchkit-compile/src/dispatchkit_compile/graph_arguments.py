@@ -196,7 +196,7 @@ def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set
 
     The graph runs once on fake tensors, which have shapes and storages but no data.
     """
-    # Use the mode that created the fake tensors. The current mode is another mode, which Dynamo
+    # Use the mode that created the fake tensors. The current mode is a different mode, which Dynamo
     # sets for backends.
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     if mode is None:

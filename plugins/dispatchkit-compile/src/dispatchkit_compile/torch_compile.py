@@ -84,7 +84,7 @@ class Backend:
         options: Fields of ``CompileOptions`` by name.
 
     Attributes:
-        options: The options of the backend.
+        options: The parsed options.
         graphs: The graphs compiled so far, in order.
 
     Raises:
@@ -184,7 +184,7 @@ class CompiledModel:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
+        """Run the model, compiled unless ``num_uncompiled`` counts the call."""
         if self._skip_guards:
             facts = self._facts(args, kwargs)
             if self._first_facts is None:

@@ -76,8 +76,8 @@ class TracedStep:
         inputs: Names of the step's inputs.
         roles: The role of each argument of the graph.
         held: Weights, buffers and caches, in the order of ``HeldTensor.index``.
-        leaves: The leaves of the step's result.
-        spec: The structure of the step's result.
+        leaves: The leaves of the step's result, in pytree order.
+        spec: The structure of the step's result, as a pytree specification.
     """
 
     graph: fx.GraphModule

@@ -328,7 +328,7 @@ class CostModel:
                 f"{where}: version",
                 data.get("version"),
                 str(COST_MODEL_VERSION),
-                "It was written by another version of dispatchkit. Run `dispatchkit calibrate` "
+                "Another version of dispatchkit wrote the model. Run `dispatchkit calibrate` "
                 "again.",
             )
         known = {"format", "version", "name", "source", "clock", "axis", "at", *_CURVES}

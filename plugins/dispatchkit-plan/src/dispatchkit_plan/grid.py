@@ -94,7 +94,7 @@ class GridPlan:
         judged_on: Description of the judged steps.
         num_steps: Number of judged steps of any size.
         num_steps_over: Number of judged steps above a limit.
-        objective: Description of the objective.
+        objective: Minimized quantity, as text.
         warnings: Caveats about the plan.
     """
 

@@ -264,7 +264,7 @@ class LaneRun:
     def _has_all(self, keys: tuple[GraphKey, ...]) -> bool:
         """Count a replay of each graph of a step; return False if the step runs eager.
 
-        Missing graphs are captured if they are due.
+        Missing graphs are captured if their capture is due.
         """
         live, most = self._live, self.scenario.max_graphs
         if most is not None and most < len(set(keys)):

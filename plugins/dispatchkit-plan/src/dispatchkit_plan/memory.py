@@ -189,6 +189,7 @@ def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
             "samples",
             [s.reserved_bytes for s in taken],
             "memory that never shrinks between captures",
+            "Measure again while no other code releases memory.",
         )
     if not wanted or wanted[0] != taken[0].size:
         raise ConfigError(

@@ -71,7 +71,7 @@ class OwnSizesPlan:
         num_steps: Number of judged steps of any size.
         num_steps_over: Number of judged steps that are too large to be considered.
         judged_on: Description of the judged steps.
-        objective: Description of the objective.
+        objective: Minimized quantity, as text: time under the cost model.
         warnings: Caveats about the plan.
 
     Sizes are in tokens, times in microseconds, memory in bytes.

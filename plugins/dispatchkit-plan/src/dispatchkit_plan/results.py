@@ -88,7 +88,7 @@ class Plan:
         num_steps_over: Number of judged steps above ``max_size``.
         token_budget: Verdict on a graph at the token budget. None if no step is above ``max_size``,
             or if sizes are planned by kind.
-        objective: Description of the objective.
+        objective: Minimized quantity, as text.
         warnings: Caveats about the plan.
     """
 

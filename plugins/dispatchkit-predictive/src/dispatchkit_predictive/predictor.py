@@ -54,7 +54,7 @@ def check_keys(keys: Any, setting: str) -> tuple[GraphKey, ...]:
     """
     if not isinstance(keys, Iterable):
         raise ConfigError(setting, keys, "a list of GraphKeys")
-    hint = "list(runner.registry) returns the keys of a runner."
+    hint = "Pass list(runner.registry), for example."
     return tuple(
         check_instance(key, GraphKey, f"{setting}[{index}]", hint) for index, key in enumerate(keys)
     )

@@ -37,9 +37,8 @@ def forecast(
     kept until all are measured, and then released. Keep ``high_bytes + driver_high_bytes`` of the
     device's memory free; the rest can be used for other purposes, such as a key/value cache::
 
-        forecast = forecast(capture, sizes)
-        free, _ = torch.cuda.mem_get_info()
-        cache_bytes = free - forecast.high_bytes - forecast.driver_high_bytes - headroom
+        memory = forecast(capture, sizes) free, _ = torch.cuda.mem_get_info() cache_bytes = free -
+        memory.high_bytes - memory.driver_high_bytes - headroom
 
     Args:
         capture: Function that captures the graph of a size and returns an object that keeps the

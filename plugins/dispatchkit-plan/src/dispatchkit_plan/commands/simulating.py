@@ -203,7 +203,7 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
         ("padding to graph sizes", lambda one: f"{one.graph_padding / one.real_tokens:.1%}"),
         ("time of each rank", lambda one: f"{one.time_s:.4g} s"),
         ("own steps", lambda one: share(one.own_s, one)),
-        ("lost to the slowest", lambda one: share(one.slowest_s, one)),
+        ("lost to the slowest rank", lambda one: share(one.slowest_s, one)),
         ("lost to agreed size and mode", lambda one: share(one.padding_s, one)),
         ("lost to the exchange", lambda one: share(one.exchange_s, one)),
     ]

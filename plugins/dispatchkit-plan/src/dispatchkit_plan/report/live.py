@@ -84,7 +84,7 @@ class LiveStatistics:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the samples to a file, atomically.
+        """Write the samples to a file atomically.
 
         Raises:
             ConfigError: The file cannot be written.

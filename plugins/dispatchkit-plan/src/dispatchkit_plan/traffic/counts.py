@@ -391,9 +391,12 @@ def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]
                 f"{', '.join(_HISTOGRAM_COLUMNS)}.",
             )
         if cells.count(column) > 1:
-            raise TraceError(name, line, f"duplicate column {column!r}.")
+            raise TraceError(name, line, f"duplicate column {column!r}. Remove one of them.")
     if "count" not in cells or sum(column in cells for column in _SIZE_NAMES) != 1:
         raise TraceError(
-            name, line, f"a histogram needs `count` and one of {', '.join(_SIZE_NAMES)}."
+            name,
+            line,
+            f"has the columns {', '.join(cells)}; a histogram needs `count` and "
+            f"exactly one of {' and '.join(_SIZE_NAMES)}.",
         )
     return tuple(cells)
