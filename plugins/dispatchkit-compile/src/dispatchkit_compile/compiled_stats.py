@@ -31,6 +31,6 @@ class CompiledStats:
         return sum(self.plain_steps.values()) + (self.runner.steps if self.runner else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics as a dict that JSON can represent."""
+        """Return the statistics as JSON values."""
         runner = None if self.runner is None else self.runner.to_dict()
         return {"name": self.name, "plain_steps": dict(self.plain_steps), "runner": runner}

@@ -48,7 +48,8 @@ class OwnSize:
     Attributes:
         size: Size to capture, in tokens.
         num_steps: Number of judged steps of exactly this size.
-        saved_us: Time on the judged steps that the graph saves when added to all other graphs.
+        saved_us: Time that the graph saves on the judged steps, compared with the other graphs
+            alone.
         num_bytes: Memory of the graph; None if the budget is a number of graphs.
     """
 

@@ -44,7 +44,8 @@ class Exchange:
 
     Attributes:
         shape: ``tree`` (NCCL between hosts) or ``ring`` (gloo).
-        hop_us: Microseconds for one message to another rank, including the wake-up of its process.
+        hop_us: Microseconds for one message to another rank, including the wake-up of the receiving
+            process.
         own_us: Microseconds of work on each rank.
     """
 

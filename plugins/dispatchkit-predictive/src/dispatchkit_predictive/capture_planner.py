@@ -16,7 +16,7 @@ _LOOK_BACK, _REST = 100, 100
 
 
 class CapturePlanner:
-    """A planner of captures, which pauses prefetching while it is not worthwhile.
+    """A capture planner that pauses prefetching while few prefetched graphs are used.
 
     Prefetching means capturing a key before a step has missed its graph. This class needs no
     device.

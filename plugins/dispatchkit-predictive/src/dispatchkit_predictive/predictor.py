@@ -37,7 +37,7 @@ _WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
 # Share of the total weight that is redistributed evenly at each change.
 _SHARE = 0.02
 # Weights of the long-run and the recent frequency in a score. The forecast of the next change has
-# weight 1. The frequencies keep common keys captured that are not expected next.
+# weight 1. The frequencies keep common keys captured even if another key is expected next.
 _LONG, _LATE = 0.3, 0.6
 
 # Maximum number of recorded keys waiting to be learned; beyond it, the oldest are dropped.

@@ -55,7 +55,7 @@ _STEADY = 0.25
 _BUSY = 0.5
 
 Pace = Literal["queued", "waited"]
-#: Minimum duration of a sample, which limits the influence of its first and last step.
+#: Minimum duration of a sample in microseconds, to limit the influence of its first and last step.
 _SAMPLE_US = 5_000.0
 _MAX_STEPS = 200
 _LEAD_IN = 2

@@ -62,8 +62,8 @@ def write_report(
         figure: Name of the figure to write, such as ``"waste"``; None for the whole report.
 
     Raises:
-        ConfigError: The file cannot be written, the source is not supported, or the report has no
-            such figure.
+        ConfigError: The file cannot be written, the source is not supported, or the report does not
+            have the figure.
     """
     report = as_report(source)
     if figure is None:
