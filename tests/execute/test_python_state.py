@@ -234,7 +234,7 @@ CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
     ),
     "the environment": (
         os.environ,
-        lambda one: one.value.update(DISPATCHKIT_TEST="1"),
+        lambda one: one.value.update(COUNT_OF_A_STEP="1"),
         "holder.value",
     ),
     "random numbers of numpy": (

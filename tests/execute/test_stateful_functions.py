@@ -16,6 +16,7 @@ import itertools
 import os
 import queue
 import random
+import sys
 import threading
 import types
 import warnings
@@ -143,10 +144,7 @@ def attribute_of_a_module() -> Any:
 
 @form
 def imported_module() -> Any:
-    import sys
-
     SETTINGS.n = 0
-    sys.modules["settings_of_steps"] = SETTINGS
 
     def step(x: Any) -> Any:
         import settings_of_steps
@@ -277,11 +275,11 @@ def value_of_a_thread() -> Any:
 
 @form
 def environment() -> Any:
-    os.environ["DISPATCHKIT_TEST"] = "0"
+    os.environ["COUNT_OF_A_STEP"] = "0"
 
     def step(x: Any) -> Any:
-        os.environ["DISPATCHKIT_TEST"] += "0"
-        return x * len(os.environ["DISPATCHKIT_TEST"])
+        os.environ["COUNT_OF_A_STEP"] += "0"
+        return x * len(os.environ["COUNT_OF_A_STEP"])
 
     return step
 
@@ -388,8 +386,10 @@ def weight_with_other_memory() -> Any:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_results_are_those_of_plain_calls(name: str) -> None:
+def test_results_are_those_of_plain_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every call, from the first one on."""
+    monkeypatch.setenv("COUNT_OF_A_STEP", "0")
+    monkeypatch.setitem(sys.modules, "settings_of_steps", SETTINGS)
 
     def results(wrap: Callable[[Any], Any]) -> list[Any]:
         torch.manual_seed(0)
