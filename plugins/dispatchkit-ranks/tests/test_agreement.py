@@ -63,13 +63,13 @@ def test_faults_name_the_rank_and_the_last_step(worlds):
     assert bad["error"] == {"raised": True}
     assert (good["error"]["ranks"], good["error"]["reason"]) == ([1], "raised")
     assert good["error"]["step"] == 3
-    assert "Rank 1 raised ZeroDivisionError: planted (last step: 3)" in good["error"]["text"]
+    assert "Rank 1 raised ZeroDivisionError: planted (last agreed step: 3)" in good["error"]["text"]
     good, bad = left
     assert bad["error"] is None
     assert (good["error"]["ranks"], good["error"]["reason"]) == ([1], "left")
     for rank, each in enumerate(captures):
         assert (each["error"]["ranks"], each["error"]["reason"]) == ([1 - rank], "differs")
-    assert "Rank 1 captures, while rank 0 reached step 4" in captures[0]["error"]["text"]
+    assert "Rank 1 captures a graph, while rank 0 reached step 4" in captures[0]["error"]["text"]
     assert first[1]["error"]["ranks"] == [0]
     assert [each["error"] for each in fine] == [None, None]
     assert fine[0]["decisions"] == fine[1]["decisions"]
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_start_is_named(worlds):
     """There is no agreement yet, but the store lists the ranks that arrived."""
     first, _ = worlds.run_one("not_coming")
     assert first["ranks"] == [1]
-    assert "Rank 1 did not reach the start-up of ranks 0, 1" in first["text"]
+    assert "Rank 1 did not join the agreement of ranks 0, 1" in first["text"]
 
 
 def test_nothing_is_left_after_the_end(worlds):

@@ -102,7 +102,7 @@ def test_the_order_of_ranks_does_not_matter(given_batches, random):
 
 def test_too_many_switches_are_refused():
     """The row has a fixed length, so that ranks in different phases can still exchange rows."""
-    with pytest.raises(ConfigError, match="switches must be at most"):
+    with pytest.raises(ConfigError, match="switches must be a list of at most"):
         Facts(CONFIG, [f"switch{index}" for index in range(30)])
 
 
@@ -110,10 +110,12 @@ def test_what_there_is_too_much_of_is_named():
     """Without switches, the axes or the query lengths take too many columns."""
     axes = [Axis(f"axis{index}", (1, 2), exact=True) for index in range(12)]
     config = DispatchConfig(max_num_tokens=8, axes=axes)
-    with pytest.raises(ConfigError, match=r"axes must be at most \d+ .*exact axis twice"):
+    with pytest.raises(
+        ConfigError, match=r"axes must be a list of at most \d+ .*exact axis counts twice"
+    ):
         AxisFacts(config)
     config = DispatchConfig(max_num_tokens=64, query_lens=tuple(range(1, 41)))
-    with pytest.raises(ConfigError, match=r"query_lens must be at most (\d+)") as caught:
+    with pytest.raises(ConfigError, match=r"query_lens must be a list of at most (\d+)") as caught:
         Facts(config)
     most = int(caught.value.args[0].split("at most ")[1].split()[0])
     Facts(DispatchConfig(max_num_tokens=64, query_lens=tuple(range(1, most + 1))))

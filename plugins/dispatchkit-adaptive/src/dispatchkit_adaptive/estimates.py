@@ -229,14 +229,14 @@ class Estimate:
             ValueError: A number is missing, out of range, or inconsistent with another.
         """
         if set(numbers) != set(self.numbers()):
-            raise ValueError(f"an estimate with fields {sorted(numbers)}")
+            raise ValueError(f"the fields of its estimate are {sorted(numbers)}")
         for name, (least, most) in RANGES.items():
             value = numbers[name]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and least <= value <= most):  # false for NaN
-                raise ValueError(f"{name} {value!r}")
+                raise ValueError(f"{name} is {value!r}")
         if numbers["covariance"] ** 2 > numbers["var_level"] * numbers["var_slope"] * (1 + 1e-6):
-            raise ValueError(f"covariance {numbers['covariance']!r}")
+            raise ValueError(f"covariance is {numbers['covariance']!r}")
         self.samples, self.noise = int(numbers["samples"]), float(numbers["noise"])
         self._level, self._slope = float(numbers["level"]), float(numbers["slope"])
         self._var_level = float(numbers["var_level"])

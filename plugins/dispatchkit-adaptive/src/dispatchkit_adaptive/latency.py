@@ -49,7 +49,7 @@ class LatencyPolicy:
             ConfigError: The latency is not a number above 0.
         """
         if isinstance(latency, bool) or not math.isfinite(latency) or latency <= 0.0:
-            raise ConfigError("latency", latency, "a number above 0")
+            raise ConfigError("latency", latency, "a finite number above 0")
         if key not in self._arms and len(self._arms) >= MAX_KEYS:
             oldest, _ = self._arms.popitem(last=False)
             del self._asked[oldest]
@@ -91,7 +91,7 @@ class LatencyPolicy:
             ConfigError: No modes are given.
         """
         if not available_modes:
-            raise ConfigError("available_modes", available_modes, "at least one mode")
+            raise ConfigError("available_modes", available_modes, "a list of at least one mode")
         return min(available_modes, key=lambda mode: self.latency(key, mode) or 0.0)
 
 

@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "adaptive",
             AdaptivePolicy,
-            summary="Eager or the fastest graph, learned from measured steps",
+            summary="Eager or the fastest graph, learned from measured step times",
         )
     ]

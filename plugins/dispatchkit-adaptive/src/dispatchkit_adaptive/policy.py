@@ -130,9 +130,14 @@ class AdaptivePolicy:
             plugins = load_plugins() if plugins is None else plugins
             base = plugins.create_policy(base, **(base_options or {}))
         elif base_options:
-            raise ConfigError("base_options", base_options, "omitted if base is an object")
+            raise ConfigError(
+                "base_options",
+                base_options,
+                "omitted if base is an object",
+                "Pass the options to the base policy when you create it.",
+            )
         elif not isinstance(base, Policy):
-            raise ConfigError("base", base, "the name of a policy, or a policy object")
+            raise ConfigError("base", base, "the name of a policy or a policy object")
         self.base: Policy = base
         self.fingerprint = dict(fingerprint or {})
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
@@ -319,19 +324,21 @@ class AdaptivePolicy:
                 before, or the batch may not run eager.
         """
         if not math.isfinite(latency_us) or latency_us <= 0.0:
-            raise ConfigError("latency_us", latency_us, "a number of microseconds above 0")
+            raise ConfigError("latency_us", latency_us, "a finite number of microseconds above 0")
         arm: Arm | None
         if isinstance(key, GraphKey):
             arm = self._arm((key,))
             if key.mode is not mode:
-                raise ConfigError("mode", str(mode), f"the mode of the key, {key.mode}")
+                raise ConfigError("mode", str(mode), f"the mode of the key ({key.mode})")
         else:
             if mode is not RuntimeMode.NONE:
-                raise ConfigError("key", key, f"a GraphKey in mode {mode}")
+                raise ConfigError("key", key, f"a GraphKey if mode is {mode}")
             _, _, bucket = self._places.get(key, (None, None, None))
             arm = None if bucket is None else bucket.eager
             if arm is None:
-                raise ConfigError("key", key, "a batch that was decided and may run eager")
+                raise ConfigError(
+                    "key", key, "a batch that was dispatched before and may run eager"
+                )
         self._learn(arm, (clock, queued), key.num_tokens, latency_us)
         self._choose_later(arm)
         self._choose_all()
@@ -428,7 +435,12 @@ class AdaptivePolicy:
         """
         target = self.state_path if path is None else Path(check_path(path, "path"))
         if target is None:
-            raise ConfigError("path", None, "given if the policy has no state file")
+            raise ConfigError(
+                "path",
+                None,
+                "given if the policy has no state file",
+                "Pass a path, or create the policy with state=PATH.",
+            )
         write_state(target, self.fingerprint, self._arms.values())
         return target
 
@@ -671,7 +683,9 @@ def _state_path(state: str | Path) -> Path:
     try:
         return real_target(path)
     except (OSError, TypeError, ValueError) as error:
-        raise ConfigError("state", state, f"a file path ({error})") from error
+        raise ConfigError(
+            "state", state, "a file path that can be resolved", f"The error is: {error}."
+        ) from error
 
 
 def _share(value: Any, setting: str) -> float:
@@ -680,5 +694,5 @@ def _share(value: Any, setting: str) -> float:
     except (TypeError, ValueError):
         share = math.nan
     if isinstance(value, bool) or not 0.0 <= share < 1.0:
-        raise ConfigError(setting, value, "a share from 0 to below 1")
+        raise ConfigError(setting, value, "a number of at least 0 and less than 1")
     return share

@@ -70,7 +70,7 @@ class BucketReport:
         elif self.eager_up_to >= high:
             choice = "eager"
         else:
-            choice = f"eager up to {self.eager_up_to} tokens, then {graph}"
+            choice = f"eager up to {counted(self.eager_up_to, 'token')}, then {graph}"
         lines = [
             f"{low} to {high} tokens, {self.kind}; base: {self.base}",
             f"-> {choice}; last probe: "

@@ -76,14 +76,16 @@ def read_state(
         with path.open("rb") as stream:
             raw = stream.read(_MAX_BYTES + 1)
         data = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise StateError(f"{path} cannot be read as JSON ({error}). {_NEXT_STEP}") from error
+    except OSError as error:
+        raise StateError(f"Cannot read {path}: {error.strerror or error}. {_NEXT_STEP}") from error
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{path} is not valid JSON ({error}). {_NEXT_STEP}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StateError(f"{path} is not a state file of the adaptive policy. {_NEXT_STEP}")
     if data.get("version") != VERSION:
         raise StateError(
-            f"{path} has version {data.get('version')!r}; only version {VERSION} can be read. "
-            "The next save replaces it."
+            f"{path} has format version {data.get('version')!r}; only version {VERSION} can "
+            "be read. The next save replaces it."
         )
     body = {"fingerprint": data.get("fingerprint"), "arms": data.get("arms")}
     if data.get("digest") != _digest(body):
@@ -92,7 +94,7 @@ def read_state(
         )
     if body["fingerprint"] != dict(fingerprint):
         raise StateError(
-            f"{path} was learned for the fingerprint {body['fingerprint']}, "
+            f"The estimates in {path} were learned for the fingerprint {body['fingerprint']}, "
             f"not for {dict(fingerprint)}. Use one file per fingerprint."
         )
     try:
@@ -104,7 +106,7 @@ def read_state(
             read.append((arm.ident, regime, arm.estimates[regime]))
         return read
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        why = shortened(str(error))
+        why = shortened(f"{type(error).__name__}: {error}")
         raise StateError(f"{path} contains an invalid arm ({why}). {_NEXT_STEP}") from error
 
 
@@ -127,7 +129,7 @@ def _read_ident(item: Mapping[str, Any]) -> ArmId:
         GraphKey(RuntimeMode.parse(one["mode"]), _read_descriptor(one)) for one in item["graphs"]
     ]
     if not keys:
-        raise ValueError("no graph")
+        raise ValueError("it has no graphs")
     return tuple(keys)
 
 

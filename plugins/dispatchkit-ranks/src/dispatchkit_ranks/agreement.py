@@ -125,7 +125,12 @@ class RankAgreement:
         self.members: tuple[int, ...] = tuple(sorted(dist.get_process_group_ranks(parent)))
         me = dist.get_rank()
         if me not in self.members:
-            raise ConfigError("group", self.members, f"a group that contains this rank ({me})")
+            raise ConfigError(
+                "group",
+                self.members,
+                f"a process group that contains rank {me} (this process)",
+                "Create the agreement only on the ranks of its group.",
+            )
         self.rank, self.size = self.members.index(me), len(self.members)
         self.step: int = 0
         self._stopped: RankError | None = None
@@ -158,7 +163,7 @@ class RankAgreement:
             )
         except RuntimeError as error:
             seconds = time.perf_counter() - start
-            where = "the creation of their process group"
+            where = "the creation of the process group"
             raise self._collective_failed(error, seconds, self.setup_timeout, where) from error
         self.compare({**versions(), **{k: str(v) for k, v in (facts or {}).items()}})
 
@@ -277,13 +282,14 @@ class RankAgreement:
             with contextlib.suppress(RuntimeError):
                 self._group.merge(message, self.timeout * _SHARE_OF_COLLECTIVE)
             self._notes.leave(Note(LEFT, self.step, "closed"))
-        self._end(RankError("The agreement of the ranks was closed.", reason=LEFT))
+        self._end(RankError("This rank called close().", reason=LEFT))
 
     def fail(self, error: BaseException | str) -> None:
         """End the agreement because of an error; other ranks stop at their next exchange."""
         if self._stopped is not None:
             return
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        text = text.rstrip(".")
         if self._group is not None:
             # Leave the note first: other ranks look for it when the group closes.
             self._notes.leave(Note(RAISED, self.step, text[:2000]))
@@ -409,7 +415,7 @@ class RankAgreement:
             text = f"The ranks reached {where} with different batches or keys: {who}."
         error = RankError(
             f"{text} All ranks must make the same calls in the same order; an idle rank joins "
-            f"each step with 0 tokens. Last step: {self.step}.",
+            f"each step with 0 tokens. Last agreed step: {self.step}.",
             ranks=blamed,
             step=self.step,
             reason=reason,
@@ -419,13 +425,13 @@ class RankAgreement:
 
     def _marks(self, mark: int, where: str) -> list[dict[str, str]]:
         """Return the position and mark of each rank; all ranks must call this together."""
-        texts = self.gather(json.dumps({"mark": f"{where} with mark {mark:x}"}))
+        texts = self.gather(json.dumps({"mark": f"checksum {mark:x} at {where}"}))
         return [json.loads(text) for text in texts]
 
     def _check_open(self) -> None:
         if self._stopped is not None:
             raise RankError(
-                f"This agreement has ended: {self._stopped} Create a new one on all ranks.",
+                f"The agreement has ended. {self._stopped} Create a new agreement on all ranks.",
                 ranks=self._stopped.ranks,
                 step=self._stopped.step,
                 reason=self._stopped.reason,

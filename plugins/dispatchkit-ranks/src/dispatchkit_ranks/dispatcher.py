@@ -369,17 +369,18 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
     for key, entry in dispatcher.registry.entries.items():
         if entry.state is KeyState.DECLARED and graphs.is_ready(key):
             raise ConfigError(
-                "dispatcher",
                 "lazy",
-                "created with lazy=False",
-                "A graph captured during a step may fail on one rank only.",
+                True,
+                "False for a dispatcher or runner that is used with ranks",
+                "A capture during a step could fail on one rank only.",
             )
     if graphs.may_split:
         raise ConfigError(
-            "dispatcher",
             "may_split",
-            "a dispatcher that does not split batches",
-            "Ranks agree on one graph per step, so do not set rows_independent.",
+            True,
+            "False",
+            "Ranks agree on one graph per step. For a GraphRunner, omit rows_independent=True, "
+            "which enables splits.",
         )
     if ranks.size == 1:
         return
@@ -388,7 +389,7 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
             raise ConfigError(
                 "policy",
                 dispatcher.policy_name,
-                "a LeaderPolicy, or a policy with the trait 'stateless'",
+                "a LeaderPolicy or a policy with the trait 'stateless'",
                 "A policy that learns would decide differently on each rank: wrap it in a "
                 "LeaderPolicy.",
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dispatchkit.errors import ConfigError, NoGraphError
+from dispatchkit.errors import ConfigError, NoGraphError, counted
 from dispatchkit.keys import ALLOWED_MODES, DispatchConfig, RuntimeMode
 
 from dispatchkit_ranks.protocol import MAX_COLUMNS
@@ -176,22 +176,29 @@ def _too_many(
     if left < 0:
         most = len(config.query_lens) + left
         return ConfigError(
-            "query_lens", config.query_lens, f"at most {most} lengths with several ranks"
+            "query_lens",
+            config.query_lens,
+            f"a list of at most {counted(most, 'item')} if there are several ranks",
         )
     if more > left:
         names = [axis.name for axis in config.axes]
-        expected = f"at most {left} axes with several ranks, counting an exact axis twice"
+        expected = (
+            f"a list of at most {counted(left, 'item')} if there are several ranks (an exact axis "
+            "counts twice)"
+        )
         return ConfigError("axes", names, expected)
     return ConfigError(
-        "switches", switches, f"at most {left - more} with these query lengths and axes"
+        "switches",
+        switches,
+        f"a list of at most {counted(left - more, 'item')} with these query lengths and axes",
     )
 
 
 def _no_common_mode(forbidden: Sequence[int], ceiling: int) -> NoGraphError:
     out = ", ".join(mode.name for mode in RuntimeMode if forbidden[mode])
+    excluded = f"At least one rank excludes {out}. " if out else ""
     return NoGraphError(
-        f"The ranks allow no common runtime mode. Excluded by at least one rank: {out or 'none'}. "
-        f"Highest mode of the most restrictive rank: {RuntimeMode(ceiling).name}. Allow NONE, or "
-        "exclude the same modes on all ranks.",
+        f"The ranks allow no common runtime mode. {excluded}One rank allows no mode above "
+        f"{RuntimeMode(ceiling).name}. Allow NONE, or exclude the same modes on all ranks.",
         reason="no_common_mode",
     )

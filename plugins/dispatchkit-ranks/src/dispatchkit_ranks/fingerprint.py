@@ -58,8 +58,8 @@ def fingerprint(
     names = [field.name for field in fields if not field.name.startswith("_")]
     facts = {f"config.{name}": str(getattr(config, name)) for name in names}
     # If these differ, one rank raises an error for a batch that another rank runs eager.
-    facts["has token limit"] = str(config.has_token_limit)
-    facts["has request limit"] = str(config.has_request_limit)
+    facts["token limit is set"] = str(config.has_token_limit)
+    facts["request limit is set"] = str(config.has_request_limit)
     facts["policy"] = dispatcher.policy_name
     facts["policy's distribution"] = dispatcher.policy_origin or "none"
     dialect = getattr(policy or dispatcher.policy, "dialect", None)

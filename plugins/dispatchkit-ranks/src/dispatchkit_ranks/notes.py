@@ -78,9 +78,9 @@ class Notes:
         missing = [number for number in self._members if number not in present]
         if missing:
             raise RankError(
-                f"{rank_subject(missing)} did not reach the start-up of ranks "
-                f"{join_ranks(self._members)} within {seconds:g} s. Start them, or increase "
-                "setup_timeout.",
+                f"{rank_subject(missing)} did not join the agreement of ranks "
+                f"{join_ranks(self._members)} within {seconds:g} s. Start RankAgreement on all of "
+                "these ranks, or increase setup_timeout.",
                 ranks=missing,
             )
 

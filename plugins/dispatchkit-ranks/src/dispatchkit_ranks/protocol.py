@@ -27,8 +27,8 @@ class Phase(enum.IntEnum):
 _DESCRIPTIONS = {
     Phase.STEP: "runs a step",
     Phase.SHARE: "compares or shares settings",
-    Phase.CAPTURE: "captures",
-    Phase.CLOSE: "has closed",
+    Phase.CAPTURE: "captures a graph",
+    Phase.CLOSE: "has closed its agreement",
 }
 
 

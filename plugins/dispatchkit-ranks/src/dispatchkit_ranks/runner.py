@@ -50,7 +50,12 @@ class RankedRunner:
     ) -> None:
         check_instance(runner, GraphRunner, "runner")
         if not any(spec.batch_dim is not None for spec in inputs.values()):
-            error = ConfigError("inputs", list(inputs), "a dict with at least one batched input")
+            error = ConfigError(
+                "inputs",
+                list(inputs),
+                "a dict with at least one batched input",
+                "Declare one with None in its shape.",
+            )
             ranks.fail(error)
             raise error
         self.runner = runner
@@ -239,7 +244,7 @@ class RankedRunner:
             raise InputError(
                 missing[0],
                 f"The call has no value for axis {missing[0]!r}. Pass a value by keyword for each "
-                f"of: {', '.join(self._names)}.",
+                f"of these axes: {', '.join(self._names)}.",
             )
         values = {name: given.pop(name) for name in self._names}
         variant = self.runner.config.variant(loras, **values)
@@ -314,7 +319,7 @@ class RankedRunner:
         )
         raise RankError(
             f"This step must be padded from {differ} and its outputs trimmed, but no capture on "
-            "this rank has measured which output dimensions follow the axis. Call capture() on "
+            "this rank has measured which output dimensions depend on the axis. Call capture() on "
             "all ranks first and fix captures that fail, use the same values on all ranks, or "
             "declare the axis exact.",
             step=self.ranked.step,
@@ -337,10 +342,10 @@ class RankedRunner:
             shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
             if dim >= len(shape) or shape[dim] != wanted[name] + more:
                 raise RankError(
-                    f"Output {number} cannot be trimmed to {name}={values[name]}: a capture "
-                    f"measured size {wanted[name] + more} of dimension {dim} at "
-                    f"{name}={wanted[name]}, got shape {shape}. Declare the axis exact, or use the "
-                    "same values on all ranks.",
+                    f"Output {number} cannot be trimmed to {name}={values[name]}. At "
+                    f"{name}={wanted[name]}, dimension {dim} had size {wanted[name] + more} during "
+                    f"a capture, but the output now has shape {shape}. Declare the axis exact, or "
+                    "use the same values on all ranks.",
                     step=self.ranked.step,
                     reason="not_measured",
                 )
@@ -376,4 +381,4 @@ def _shape_or_type(value: object) -> str:
     """Return the shape of a tensor, or the type of another value, for an error message."""
     if isinstance(value, torch.Tensor):
         return f"shape {tuple(value.shape)}"
-    return type(value).__name__
+    return "None" if value is None else type(value).__name__

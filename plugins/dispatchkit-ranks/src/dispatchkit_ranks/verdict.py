@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 WAITED, RAISED, LEFT = "waited", "raised", "left"
+_IF_LATE = (
+    "Check whether its process is still running; if it is only late, increase timeout or "
+    "setup_timeout."
+)
 
 
 @attrs.frozen
@@ -56,7 +60,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
     raised = [number for number in members if number in notes and notes[number].kind == RAISED]
     if raised:
         report = "; ".join(
-            f"rank {number} raised {notes[number].text} (last step: {notes[number].step})"
+            f"rank {number} raised {notes[number].text} (last agreed step: {notes[number].step})"
             for number in raised
         )
         return Verdict(tuple(raised), RAISED, f"{report[0].upper()}{report[1:]}.")
@@ -76,8 +80,8 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
         return Verdict(
             tuple(missing),
             "late",
-            f"{rank_subject(missing)} did not reach {where} within {waited:.3g} s: late or dead. "
-            f"Last step: {step}. If late, increase timeout or setup_timeout.",
+            f"{rank_subject(missing)} did not reach {where} within {waited:.3g} s. Last agreed "
+            f"step: {step}. {_IF_LATE}",
         )
     if any(note.timed_out for note in notes.values()):
         last = min(members, key=lambda number: notes[number].seconds)
@@ -86,7 +90,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
             (last,),
             "late",
             f"Rank {last} reached {where} too late: other ranks had stopped after {waited:.3g} s. "
-            f"Last step: {step}.{this} To wait longer, increase timeout or setup_timeout.",
+            f"Last agreed step: {step}.{this} To wait longer, increase timeout or setup_timeout.",
         )
     return Verdict(
         (),
@@ -102,14 +106,14 @@ def store_verdict(host: int | None, own: Note, where: str) -> Verdict:
             (),
             "connection",
             f"{where[0].upper()}{where[1:]} failed ({own.text}), and the torch.distributed store "
-            f"does not answer. Last step: {own.step}. Check the process that hosts the store.",
+            f"does not answer. Last agreed step: {own.step}. Check that the process that hosts the "
+            "store is running.",
         )
     return Verdict(
         (host,),
         "late",
         f"Rank {host}, which hosts the torch.distributed store, does not answer and did not "
-        f"reach {where}: it is late, dead, or has exited. Last step: {own.step}. If it is late, "
-        "increase timeout or setup_timeout.",
+        f"reach {where}. Last agreed step: {own.step}. {_IF_LATE}",
     )
 
 
