@@ -188,7 +188,7 @@ class LaneOptions:
     Attributes:
         lane_policy: Name of the policy that chooses the lane of each submitted step; by default
             ``round-robin``. Pass a policy object as ``lanes=Lanes(4, policy)``.
-        lane_policy_options: Keyword arguments for the factory of the lane policy.
+        lane_policy_options: Keyword arguments for the function that creates the lane policy.
         disjoint_state: Whether concurrent steps change different parts of the state, such as
             different rows of a KV cache. If False, steps that change state run one after another,
             even on different lanes.
@@ -209,7 +209,7 @@ class RunnerOptions:
     Attributes:
         config: Sizes, limits and modes that are not arguments of the runner, such as
             ``DispatchConfig(max_num_seqs=64)``.
-        policy_options: Keyword arguments for the factory of a policy given by name.
+        policy_options: Keyword arguments for the function that creates a policy given by name.
         device: Device of the input tensors, such as ``cuda:1``.
         strict: Whether a downgrade to eager raises.
         check: Compare every Nth replay with eager, for tests and debugging (slow); 0 or None:

@@ -110,7 +110,7 @@ class UploadingBackend(Protocol):
 
 
 class WarmupNotes(Protocol):
-    """Facts about operations, recorded in a warmup for the next capture."""
+    """Properties of operations, recorded in a warmup for the next capture."""
 
     @property
     def is_plain(self) -> bool:

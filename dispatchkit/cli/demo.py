@@ -123,7 +123,7 @@ def _runs_as(mode: str) -> str:
 
 
 def _facts(report: DemoReport) -> Table:
-    """Return a table of facts about the run, including omitted parts of the trace."""
+    """Return a table that describes the run, including omitted parts of the trace."""
     traffic, model = report.traffic, report.model
     distribution = report.policy_origin.partition(", entry point")[0]
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())

@@ -1,4 +1,4 @@
-"""Facts for bug reports: system, versions, driver and settings."""
+"""Information for bug reports: system, versions, driver and settings."""
 
 from __future__ import annotations
 

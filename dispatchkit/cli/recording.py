@@ -219,8 +219,8 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         writer: An open writer; it receives the steps in the order of their dispatch.
 
     Yields:
-        The number of omitted steps by the names of their axes. A step is omitted if its axes differ
-        from those of the first step.
+        The number of omitted steps for each set of axis names, as text. A step is omitted if its
+        axes differ from those of the first step.
     """
     decide = Dispatcher.dispatch
     lock = threading.Lock()

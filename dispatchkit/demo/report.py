@@ -103,7 +103,7 @@ class DemoReport:
         policy: Name of the policy of the dispatched run.
         policy_origin: Distribution and version of the policy.
         backend: Name of the backend that ran the steps.
-        device: Facts about the device.
+        device: Name of the device, and versions of its driver and libraries.
         trace: Name of the replayed trace.
         model: Sizes of the decoder and its cache.
         traffic: Steps and requests, and the omitted parts of the trace.

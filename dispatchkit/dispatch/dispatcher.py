@@ -183,7 +183,7 @@ class Dispatcher:
                 if decision is not EMPTY:
                     return self._by_reqs[ceiling, uniform, loras, num_tokens][num_reqs]
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
-            pass  # an unused row, a batch above the table or a wrong type; handled below
+            pass  # an unused row, a batch above the table or an invalid type; handled below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def redispatch(

@@ -133,7 +133,7 @@ class Executor:
         lifecycle: The captures and evictions of graphs.
         checker: The checker of replays; None without check mode.
         eager: The runner of eager steps.
-        planner: The factory of plans for decisions.
+        planner: Creates the plans for decisions.
         calibration: The runs that measure graphs for learning policies.
     """
 

@@ -74,8 +74,8 @@ class GraphRunner:
             scratch tensors and generators. The state is restored after warmups.
         lazy: Whether to capture a key when a call first needs it.
         lanes: Number of lanes for ``submit``: streams with separate buffers, graphs, tables and
-            budgets. ``Lanes(4, policy)`` sets a lane policy, ``Lanes(memory=memory)`` a
-            ``GraphMemory`` shared by several runners.
+            budgets. ``Lanes(4, policy)`` also sets a lane policy, and ``Lanes(memory=memory)`` sets
+            a ``GraphMemory`` that several runners share.
         options: All other settings.
 
     Attributes:
@@ -181,7 +181,7 @@ class GraphRunner:
             The results of the step.
 
         Raises:
-            InputError: An input is missing or unknown, or has a wrong type, device or shape.
+            InputError: An input is missing or unknown, or has the wrong type, device or shape.
             DescriptorError: A property of the batch is invalid or above its limit.
             NoGraphError: No graph can run, and an eager step is not allowed or is a downgrade in a
                 strict runner.

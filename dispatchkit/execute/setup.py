@@ -337,7 +337,7 @@ def make_policy(
     Args:
         policy: A name or an object. None selects the policy that a plugin chooses for the
             configuration, or else the default policy.
-        options: Options for the factory of a named policy.
+        options: Keyword arguments for the factory that creates the named policy.
         config: The configuration of the runner.
         plugins: Plugins that provide policies. If None, installed plugins are loaded when needed.
 

@@ -171,7 +171,7 @@ class SlotRows:
         watch: Watch that checks the step's writes to the rows, or None.
 
     Attributes:
-        index: As given. To write parts of rows, use ``index`` with ``bank``:
+        index: The given index. To write parts of rows, use ``index`` with ``bank``:
             ``rows.bank("keys")[rows.index, :, positions] = keys``.
     """
 
@@ -254,8 +254,8 @@ class SlotState:
         device: Device of the banks; None means torch's default device.
 
     Attributes:
-        num_slots: As given.
-        compact: As given.
+        num_slots: The given maximum number of sessions.
+        compact: Whether sessions are kept in slots 0 to n-1.
         is_raw: Whether steps address the banks themselves.
         static_input: Declaration of the slots as an input of runners.
 
@@ -732,7 +732,7 @@ class SavedRows:
         index: Slots of the step (B,).
 
     Attributes:
-        index: As given.
+        index: The given slots.
         saved: Rows of each bank, by their name in messages.
     """
 

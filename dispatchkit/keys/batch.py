@@ -75,7 +75,7 @@ _BATCH_COUNTS: tuple[_Count, ...] = (
 
 @attrs.frozen(cache_hash=True)
 class BatchDescriptor:
-    """The facts that identify a graph and limit the batches it may serve.
+    """The properties that identify a graph and limit the batches it may serve.
 
     Attributes:
         num_tokens: Padded number of tokens; the graph serves batches up to this size.

@@ -60,7 +60,7 @@ class DispatchConfig:
         mode: The runtime modes that decode and mixed batches use (vLLM's ``cudagraph_mode``). The
             default is FULL in a runner whose step is not split, otherwise FULL_AND_PIECEWISE as in
             vLLM.
-        sizes: Numbers of tokens to capture, ascending. By default they are derived from
+        sizes: Capture sizes in tokens, ascending. By default they are derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
         max_num_tokens: Largest batch in tokens; a larger batch raises DescriptorError. If omitted,
             the limit is the largest capture size, and larger batches run eager.

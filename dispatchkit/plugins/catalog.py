@@ -86,7 +86,7 @@ class Catalog:
         Raises:
             UnknownNameError: The name is not registered.
             ConfigError: The factory does not accept these options.
-            PolicyError: The factory of a policy raised or did not return a policy.
+            PolicyError: A policy's factory raised or did not return a policy.
             BackendUnavailableError: A module that the backend needs cannot be imported.
             PluginError: Another factory raised or returned the wrong kind of object.
         """

@@ -163,7 +163,7 @@ class PluginSet:
 
         Args:
             name: Name under which the policy is registered.
-            options: Keyword arguments for the factory of the policy.
+            options: Keyword arguments for the policy's factory.
 
         Raises:
             UnknownNameError: No policy has this name.

@@ -185,7 +185,7 @@ _KINDS = (
 
 
 def _factory(policy: Any, asked: str) -> Callable[[], Any]:
-    """Return a factory of policies, after checking that they have the method ``asked``.
+    """Return a function that creates policies, after checking that they have the method ``asked``.
 
     Raises:
         TypeError: The policies lack the method.

@@ -141,7 +141,7 @@ class InputTransportTests:
 
     @pytest.fixture
     def bench(self, way: Way) -> Iterator[Bench]:
-        """Yield a factory of runners and calls."""
+        """Yield an object that creates runners and calls."""
         backend = self.make_backend()
         if way.node != "none" and features_of(backend).copy_nodes is None:
             pytest.skip(f"Backend {backend.name!r} offers no copy nodes.")
@@ -310,7 +310,7 @@ class InputTransportTests:
 
 
 class Bench:
-    """A factory of runners and calls that compares the values that graphs read."""
+    """Creates runners and calls, and compares the values that graphs read."""
 
     def __init__(self, way: Way, backend: NodeSwitch, lag: Callable[[], None]) -> None:
         self.way, self.backend, self.lag = way, backend, lag

@@ -632,7 +632,7 @@ class PolicyTests(CaseRunner):
                     case.fail(f"returned {before}, but {who} returned {now}", batch)
 
     def test_trait_stateless_in_another_process(self) -> None:
-        """Processes with other hash seeds make the same decisions.
+        """Processes with different hash seeds make the same decisions.
 
         In another process, sets and objects sorted by address have a different order.
         """

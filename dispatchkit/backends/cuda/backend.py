@@ -72,8 +72,8 @@ class CudaBackend:
             invalidates the capture; the error names the call. Set it to False only for functions
             that fail under a dispatch mode. Functions wrapped in torch.compile work under a
             dispatch mode. If False, torch or the driver refuses the calls without naming them, and
-            an error of torch that the function catches is not detected. Failed captures are cleaned
-            up in either case.
+            an error that torch raises and the function catches is not detected. Failed captures are
+            cleaned up in either case.
         copy_node: Whether graphs begin with a kernel that copies small inputs, if the kernel is
             available. Otherwise, torch copies device inputs before each launch, and graphs copy
             host inputs from pinned memory.

@@ -61,7 +61,7 @@ class _ArgumentStorages(WeakStorages):
 
 
 class WarmupNotes:
-    """Facts from a warmup, which can replace the watch of a capture of the same operations.
+    """Notes from a warmup, which can replace the watch of a capture of the same operations.
 
     Attributes:
         is_plain: Whether the notes can replace a watch: no recorded operation makes the host read

@@ -23,7 +23,7 @@ from dispatchkit.backends.tape.steps import (
 
 
 class TensorFactory:
-    """A factory of tensors for references to recorded tensors.
+    """Creates tensors for references to recorded tensors.
 
     Args:
         storages: The storage to use, and a byte offset in it, by identity of the recorded storage.

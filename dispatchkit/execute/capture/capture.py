@@ -66,7 +66,7 @@ _UNSAFE = frozenset({torch.Tag.cudagraph_unsafe})
 
 
 class Capturer:
-    """Factory for the captured keys of one lane.
+    """Captures the keys of one lane.
 
     Args:
         warmups: Warmups of the step.
@@ -124,7 +124,7 @@ class Capturer:
         return self._warmups.is_known(key)
 
     def forget(self) -> None:
-        """Discard recorded facts about the step, because its tensors may have been replaced."""
+        """Discard recorded properties of the step, because its tensors may have been replaced."""
         self._maker.forget()
         self._warmups.forget()
         self._dims.clear()

@@ -68,7 +68,7 @@ def moved(then: Facts, now: Facts) -> str:
 
 
 def changed(then: Facts, now: Facts) -> str:
-    """Describe all differences between two records of facts; empty if they are equal."""
+    """Describe all differences between two fingerprints; empty if they are equal."""
     return "; ".join(filter(None, (moved(then, now), _words(then.values, now.values))))
 
 

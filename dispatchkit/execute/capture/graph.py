@@ -53,7 +53,7 @@ class UncompiledCodeWarning(RuntimeWarning):
 
 @attrs.frozen
 class _Watched:
-    """Facts about operations, recorded in a watched capture or its warmup.
+    """Properties of operations, recorded in a watched capture or its warmup.
 
     Attributes:
         holds: Storages that the operations read or write and that graphs must keep alive.
@@ -65,7 +65,7 @@ class _Watched:
 
 
 class GraphMaker:
-    """Factory for single graphs on one lane.
+    """Captures single graphs on one lane.
 
     Args:
         lane: Lane that the graphs are captured on.
@@ -86,7 +86,7 @@ class GraphMaker:
         self._watched: dict[tuple[Family, int], _Watched] = {}
 
     def forget(self) -> None:
-        """Discard the facts about operations, because tensors may have been replaced."""
+        """Discard the recorded properties, because tensors may have been replaced."""
         self._watched.clear()
 
     def expect_bytes(
@@ -127,8 +127,8 @@ class GraphMaker:
             name: Name of the operations. Graphs with the same name run the same operations at
                 different sizes.
             notes: Notes of the preceding warmup, which ran the same operations.
-            compiled: Facts about functions wrapped in torch.compile that the function calls. A
-                capture on a device cannot observe them, because they run compiled.
+            compiled: Properties of the functions wrapped in torch.compile that the function calls.
+                A capture on a device cannot observe them, because they run compiled.
             draws: Whether the function drew random numbers in its warmup.
         """
         lane = self._lane

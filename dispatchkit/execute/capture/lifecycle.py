@@ -77,7 +77,7 @@ class Lifecycle:
     """The life cycle of a lane's keys, which are captured in sessions or on demand.
 
     Args:
-        capturer: Factory for the captured keys of the lane.
+        capturer: Captures the keys of the lane.
         graphs: Live graphs of the lane.
         budget: Limits on the number and memory of graphs, with their evictions.
         lane: Lane that the keys are captured on.

@@ -156,7 +156,7 @@ class Warmups:
         self._watched.clear()
 
     def compiled_code(self, key: GraphKey) -> CompiledCode | None:
-        """Return facts about compiled functions that the step of a key calls, if any."""
+        """Return the properties of compiled functions that the step of a key calls, if any."""
         return self._compiled.get(family_of(key))
 
     def written(self) -> Iterator[torch.UntypedStorage]:
@@ -363,7 +363,7 @@ class Warmups:
             key: Key to capture.
             outputs: Outputs of the step at the key's size.
             other_sizes: Function that returns further sizes that the step can run at.
-            seen: Another number of rows, with the outputs of the step for it, if available.
+            seen: A different number of rows, and the outputs of the step for it, if available.
         """
         if not self._warmups:
             return None

@@ -160,13 +160,13 @@ class GraphedCalls:
         settings: Arguments of the runners, by name.
 
     Attributes:
-        target: As given.
+        target: The given module or function.
         module: The target if it is a module, else None.
-        settings: As given.
+        settings: The given arguments of the runners.
         memory: Memory that the runners share: a budget, an account and, if possible, a pool.
-        batch_dims: As given.
-        grows: Whether sizes are undeclared, so that the sizes of each form grow with its largest
-            batch.
+        batch_dims: The given batch dimensions.
+        grows: Whether no capture sizes were given, so that the sizes of each form grow with its
+            largest batch.
     """
 
     target: Callable[..., Any]

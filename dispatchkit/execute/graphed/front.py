@@ -168,7 +168,7 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
     bound = inspect.signature(GraphRunner).bind(None, {}, **arguments)
     bound.apply_defaults()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # each runner warns at its first call
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # each runner warns on its first call
         spec = RunnerSpec.of(**bound.arguments)
     check_lanes(spec)
     check_names(spec)

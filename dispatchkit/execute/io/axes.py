@@ -154,7 +154,7 @@ class AxisInputs:
         """Validate a call like ``InputSet.check``, and pad its inputs to the axes' buckets.
 
         Raises:
-            InputError: An input has a wrong type, dtype, device or shape.
+            InputError: An input has the wrong type, dtype, device or shape.
         """
         rows, readable = self.at(call.values).check(call.given)
         indices = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]

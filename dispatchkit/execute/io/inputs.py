@@ -149,7 +149,7 @@ class InputSet:
 
         It returns the number of rows, and whether a copy node can read all inputs directly
         (contiguous tensors, without lazy conjugation or negation, autocast off). It raises
-        InputError if a value is not a tensor, or has a wrong dtype, device or shape. Host inputs
+        InputError if a value is not a tensor, or has the wrong dtype, device or shape. Host inputs
         must have been converted to arrays (see ``host_arrays``).
         """
         if not self.host and TensorGuards is not None:

@@ -106,7 +106,7 @@ class StaticInput:
     fill: float | int | bool | str = 0
     host: bool = setting(False, check_flag)
 
-    #: Next step that is appended to errors about values of a wrong kind; may be empty.
+    #: Next step that is appended to errors about values of the wrong kind; may be empty.
     next_step: ClassVar[str] = ""
 
     def __attrs_post_init__(self) -> None:

@@ -84,8 +84,9 @@ class DecisionRunner:
 
         Raises:
             ConfigError: The decision is not from this runner's dispatcher.
-            InputError: An input is missing, unknown, or of a wrong dtype, device or shape; or the
-                decision is for another number of rows or other buckets. The step has not run.
+            InputError: An input is missing or unknown, or has the wrong dtype, device or shape; or
+                the decision is for a different number of rows or different buckets. The step has
+                not run.
             ReplayError: The graph was evicted, was captured under other modes (autocast, training)
                 or could not be launched, or the current stream is capturing.
         """
@@ -162,7 +163,7 @@ class DecisionRunner:
             inputs: Inputs and values of axes, by name.
 
         Raises:
-            InputError: An input is missing or unknown, or has a wrong dtype, device, shape or
+            InputError: An input is missing or unknown, or has the wrong dtype, device, shape or
                 number of rows.
         """
         return self._reader.read((), dict(inputs))[1]

@@ -39,7 +39,7 @@ from dispatchkit.registry import KeyState
 
 
 class Planner:
-    """A factory of plans for the decisions in the dispatcher's table.
+    """Creates plans for the decisions in the dispatcher's table.
 
     Args:
         dispatcher: Dispatcher. The reference is weak, because the dispatcher's table holds the

@@ -507,7 +507,7 @@ class AxisPlan:
         """Replay the graph, and cut the results.
 
         Raises:
-            InputError: The step is in place.
+            InputError: The step is an in-place step.
         """
         if tensors is None:
             raise in_place_error(self._axes)

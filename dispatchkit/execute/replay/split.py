@@ -111,7 +111,7 @@ class SplitPlan:
             readable: As returned by the check of the inputs.
 
         Raises:
-            InputError: The step is in place, but has axes or is larger than the buffers.
+            InputError: The step is an in-place step, but has axes or is larger than the buffers.
         """
         parts, lane = self._parts, self._lane
         if any(part.step.released for part in parts):

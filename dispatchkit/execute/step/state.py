@@ -235,7 +235,7 @@ class Snapshot:
 
 @attrs.frozen
 class CompiledCode:
-    """Facts about functions wrapped in torch.compile, recorded in an uncompiled run.
+    """Properties of functions wrapped in torch.compile, recorded in an uncompiled run.
 
     Attributes:
         reads: Storages that the functions read and that the step did not create. The graph must
@@ -331,7 +331,7 @@ class WriteWatch(OperationMode):
         return max((torch.finfo(one).eps for one in types), default=0.0)
 
     def compiled_code(self) -> CompiledCode | None:
-        """Return facts about functions wrapped in torch.compile; None if the step calls none."""
+        """Return properties of functions wrapped in torch.compile; None if the step calls none."""
         if self._calls is None or not self._calls.num_plain:
             return None
         reads = tuple(one for one in self._outside_reads.alive() if one._cdata not in self._own)

@@ -88,8 +88,8 @@ class AdaptivePolicy:
         seed: Seed of the random variation in the spacing of probes.
         state: File of learned estimates, which ``save`` writes. An existing file is read at
             creation; if it is unusable, a warning is issued and learning starts from scratch.
-        fingerprint: Facts that the times depend on (see ``device_fingerprint``). A state file with
-            a different fingerprint is not used.
+        fingerprint: Properties that the times depend on (see ``device_fingerprint``). A state file
+            with a different fingerprint is not used.
         plugins: Plugins to search for a base that is given by name. The default is the installed
             plugins.
 

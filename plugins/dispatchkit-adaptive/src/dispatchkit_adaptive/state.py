@@ -29,7 +29,7 @@ class StateError(DispatchkitError, ValueError):
 
 
 def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
-    """Return the facts that measured times depend on: device, driver, torch and model.
+    """Return the properties that measured times depend on: device, driver, torch and model.
 
     Args:
         model: Any name for the model.

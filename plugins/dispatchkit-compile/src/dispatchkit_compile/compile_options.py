@@ -77,10 +77,10 @@ class CompileOptions:
 
     Attributes:
         at: Operators, modules and functions that run eager between graphs; see ``split_module``.
-        mode: Runtime modes of decode and mixed batches. The default is FULL_AND_PIECEWISE for
-            split graphs and FULL for others.
-        support: Kinds of batches to capture the whole graph for. The graph's operators may restrict
-            these kinds further.
+        mode: Runtime modes of decode and mixed batches. The default is FULL_AND_PIECEWISE for split
+            graphs, and FULL for graphs that are not split.
+        support: Kinds of batches for which the whole graph is captured. The graph's operators may
+            restrict these kinds further.
         fill: Fill values of padding rows by argument name; 0 by default. Required if the graph
             writes a buffer or cache: choose values for which the writes of padding rows are
             harmless, or pass ``{}`` if padding rows write nothing.

@@ -52,12 +52,12 @@ class BatchFacts:
         }
 
 
-# A context variable, so that each thread and task has its own facts.
+# A context variable, so that each thread and task has its own ``BatchFacts``.
 _current: ContextVar[BatchFacts | None] = ContextVar("dispatchkit_batch_facts", default=None)
 
 
 def current_facts() -> BatchFacts | None:
-    """Return the facts set in this thread or task, or None."""
+    """Return the ``BatchFacts`` set in this thread or task, or None."""
     return _current.get()
 
 
@@ -69,9 +69,9 @@ def batch_facts(
     loras: int = 0,
     ceiling: RuntimeMode | str = RuntimeMode.FULL,
 ) -> Iterator[BatchFacts]:
-    """Set the facts of the batch for compiled functions called in the ``with`` block.
+    """Set the ``BatchFacts`` for compiled functions called in the ``with`` block.
 
-    The arguments are those of ``BatchFacts``. The previous facts are restored on exit.
+    The arguments are those of ``BatchFacts``. The previous ``BatchFacts`` are restored on exit.
 
     Raises:
         ModeError: ``ceiling`` is a combination of two modes.

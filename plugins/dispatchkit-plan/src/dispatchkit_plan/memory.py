@@ -153,7 +153,7 @@ def forecast_memory(
 def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
     """Return about ``count`` of the sizes, largest first, evenly spaced on a log scale.
 
-    Libraries switch to kernels with other memory requirements around powers of two.
+    Libraries switch to kernels with different memory requirements around powers of two.
     """
     largest, smallest = sizes[0], sizes[-1]
     wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]

@@ -1,6 +1,6 @@
 """Make all ranks use the same mode and padded size in every step.
 
-``RankAgreement`` exchanges facts between the ranks of a torch.distributed process group.
+``RankAgreement`` exchanges values between the ranks of a torch.distributed process group.
 ``RankedDispatcher`` and ``RankedRunner`` use it to wrap a ``Dispatcher`` and a ``GraphRunner``.
 ``RankAgreement`` and ``RankedRunner`` import torch on first use; the other modules do not.
 """

@@ -82,7 +82,7 @@ class RankAgreement:
         device: The device of the exchange. The default is the CPU with gloo, which does not delay
             device work. A CUDA device uses NCCL and synchronizes with the device in every step.
         name: Name that distinguishes agreements of the same ranks in the store.
-        facts: Facts that must be equal on all ranks, compared at creation.
+        facts: Values by name that must be equal on all ranks, compared at creation.
 
     Attributes:
         rank: Index of this rank in the group.
@@ -92,7 +92,7 @@ class RankAgreement:
 
     Raises:
         ConfigError: torch.distributed is not initialized, or an argument is invalid.
-        RankError: A rank does not arrive, or its versions or facts differ.
+        RankError: A rank does not arrive, or its versions or ``facts`` differ.
 
     Thread safety: use it from one thread.
     """
@@ -238,10 +238,10 @@ class RankAgreement:
         self.exchange((), Phase.SHARE, label=label)
 
     def compare(self, facts: Mapping[str, str]) -> None:
-        """End the agreement on all ranks if any fact differs between ranks.
+        """End the agreement on all ranks if any value of ``facts`` differs between ranks.
 
         Raises:
-            RankError: Facts differ; the error lists them by rank.
+            RankError: Values differ; the error lists them by rank.
         """
         everyone = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
         found = differences(everyone, self.members)

@@ -1,4 +1,4 @@
-"""The facts of a step in a configuration with axes.
+"""The properties of a step that ranks exchange in a configuration with axes.
 
 All ranks pad an axis to the largest value of any rank. An exact axis cannot be padded, because its
 value changes the result of a step. If ranks have different values of an exact axis, no graph can
@@ -77,7 +77,7 @@ class AxisFacts(Facts):
         ceiling: int,
         switches: int = 0,
     ) -> AgreedBatch:
-        """Return this rank's facts as the agreed batch; valid if all ranks have the same batch."""
+        """Return this rank's batch as the agreed batch; valid if all ranks have the same batch."""
         agreed = AgreedBatch(num_tokens, num_reqs, uniform, loras, ceiling, switches)
         return agreed._replace(axes=self._variants.values(loras)) if num_tokens else agreed
 

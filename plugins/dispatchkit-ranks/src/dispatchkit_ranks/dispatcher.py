@@ -1,4 +1,4 @@
-"""A dispatcher that decides each step from the facts of all ranks."""
+"""A dispatcher that decides each step from the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankedDispatcher:
         epoch_steps: With a LeaderPolicy, the minimum number of steps between two epochs.
         switches: Names of further yes-or-no choices that change the collectives in a step.
             ``agree`` takes and returns them as bits in this order.
-        facts: Further facts that must be equal on all ranks.
+        facts: Further values by name that must be equal on all ranks.
 
     Attributes:
         dispatcher: The dispatcher of this rank.
@@ -141,7 +141,7 @@ class RankedDispatcher:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether steps exchange facts with other ranks."""
+        """Whether the ranks exchange their batches, either in every step or every few steps."""
         return self._every != 0 and self.ranks.size > 1
 
     @property
@@ -158,7 +158,7 @@ class RankedDispatcher:
         ceiling: int = 2,
         switches: int = ALL_ON,
     ) -> AgreedBatch:
-        """Return the facts of this step that all ranks agreed on.
+        """Return the batch of this step that all ranks agreed on.
 
         Every rank must call this in every step, an idle rank with 0 tokens. If the result has
         tokens, an idle rank must run a dummy batch of that size. Pass the first five fields of the
@@ -175,7 +175,7 @@ class RankedDispatcher:
             switches: Bits of the switches that are on for this rank; all by default.
 
         Raises:
-            DescriptorError: A fact is outside the configured limits. Nothing has been
+            DescriptorError: An argument is outside the configured limits. Nothing has been
                 exchanged, so the step can be retried.
             NoGraphError: The ranks allow no common mode; every rank raises this error.
             PolicyError: In strict mode, the policy failed on this rank. The agreement has ended.
@@ -341,7 +341,7 @@ class RankedDispatcher:
         ceiling: int,
         switches: int,
     ) -> AgreedBatch:
-        """Return the facts of this rank as the agreed batch, in a step without an exchange."""
+        """Return this rank's batch as the agreed batch, in a step without an exchange."""
         if self._keys.has_changes and self.ranks.size > 1:
             error = RankError(
                 "A graph of this rank changed, but this step has no exchange, so other ranks would "

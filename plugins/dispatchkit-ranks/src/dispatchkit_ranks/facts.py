@@ -1,4 +1,4 @@
-"""Encode the facts of a step as a row of integers, and decode the merged row.
+"""Encode the properties of a step as a row of integers, and decode the merged row.
 
 Rows are merged with a maximum per column, which needs a single collective. A minimum is encoded as
 the distance from the largest possible value, and a set as one flag per member.
@@ -27,7 +27,7 @@ ALL_ON = -1
 
 
 class AgreedBatch(NamedTuple):
-    """The facts of a step that all ranks agreed on.
+    """The properties of a step that all ranks agreed on.
 
     The first five attributes are the arguments of ``Dispatcher.dispatch``, in order.
 
@@ -168,7 +168,7 @@ def _too_many(
     """Return the error for a row that is too long, which names the setting to reduce.
 
     Args:
-        config: The configuration whose facts do not fit.
+        config: The configuration whose rows are too long.
         switches: Names of the switches, for the message.
         left: Number of columns available for axes and switches.
         more: Number of columns that the axes need.

@@ -1,4 +1,4 @@
-"""Facts that ranks compare at start-up: configuration, policy, dialect, sizes, versions."""
+"""Values that ranks compare at start-up: configuration, policy, dialect, sizes, versions."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def fingerprint(
     *,
     policy: Policy | None = None,
 ) -> dict[str, str]:
-    """Return all facts that determine a dispatcher's decisions, by name.
+    """Return everything that determines a dispatcher's decisions, as text by name.
 
     Args:
-        dispatcher: The dispatcher whose facts are returned.
-        extra: Further facts that must be equal, such as the revision of the model or the
+        dispatcher: The dispatcher to describe.
+        extra: Further values that must be equal, such as the revision of the model or the
             all-reduce implementation. They are compared as text.
         policy: The policy whose decisions are included; by default, the dispatcher's policy.
             Decisions distinguish policies with the same name and different options.
@@ -72,7 +72,7 @@ def fingerprint(
 
 
 def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> dict[str, str]:
-    """Return the facts that differ between ranks, as "ranks 0, 1 have X; rank 2 has Y" by name.
+    """Return the values that differ between ranks, as "ranks 0, 1 have X; rank 2 has Y" by name.
 
     Args:
         facts: The fingerprint of each rank.
@@ -92,9 +92,9 @@ def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> d
 
 
 def deviating_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose facts differ from the most common facts.
+    """Return the ranks whose fingerprints differ from the most common fingerprint.
 
-    In a tie, the facts of the lowest rank count as the most common.
+    In a tie, the fingerprint of the lowest rank counts as the most common.
     """
     texts = [tuple(sorted(each.items())) for each in facts]
     usual = max(texts, key=texts.count)

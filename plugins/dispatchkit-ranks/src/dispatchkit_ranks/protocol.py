@@ -75,10 +75,10 @@ class Ranks(Protocol):
         ...
 
     def compare(self, facts: Mapping[str, str]) -> None:
-        """End the agreement on all ranks if any fact differs between ranks.
+        """End the agreement on all ranks if any value of ``facts`` differs between ranks.
 
         Raises:
-            RankError: Facts differ; the error lists them by rank.
+            RankError: Values differ; the error lists them by rank.
         """
         ...
 

@@ -114,7 +114,8 @@ class RankedRunner:
         Raises:
             InputError: An input is missing, unknown, has no rows or does not match its
                 declaration. Nothing has been exchanged.
-            DescriptorError: A fact is outside the limits. Nothing has been exchanged.
+            DescriptorError: A property of the batch is outside the limits. Nothing has been
+                exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises this error.
             RankError: A rank is late, has left or has raised an error. Also raised, with reason
                 ``not_measured``, if another rank has a larger axis value and no capture on this
@@ -183,7 +184,7 @@ class RankedRunner:
         """Run the agreed step; report an error to the other ranks.
 
         Args:
-            agreed: The facts that the ranks agreed on.
+            agreed: The batch that the ranks agreed on.
             inputs: Function that returns the inputs for the chosen key, or for eager if the key is
                 None.
             cut: Function that trims the result to this rank's values of the axes.
@@ -292,8 +293,8 @@ class RankedRunner:
             elif tensor.shape == shape:
                 padded[name] = tensor
             else:
-                # Keep the dtype, because the runner must reject a wrong dtype instead of converting
-                # it.
+                # Keep the dtype, because the runner must reject a dtype that does not match the
+                # declaration.
                 padded[name] = pad_input(tensor, spec, shape)
         return padded | {name: one for name, one in given.items() if name not in padded}
 

@@ -435,7 +435,7 @@ def check_prompts(input_ids: Any) -> None:
     """Check that prompts are a tensor of tokens (B, T).
 
     Raises:
-        InputError: The prompts have another type, dtype or shape.
+        InputError: The prompts have the wrong type, dtype or shape.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
         hint = "For a list of tokens, pass torch.tensor([tokens])."

@@ -88,9 +88,10 @@ def calibrate(
         eager_sizes: Sizes to run eager; by default, ``sizes`` and larger sizes up to
             ``max_num_tokens`` of the runner.
         make_inputs: Function that returns the inputs for a number of rows and, if the runner has an
-            axis, a value of the axis. By default, floating-point inputs are random, and all others
-            contain their fill value.
-        pace: ``queued`` or ``waited``, as described above.
+            axis, a value of the axis. By default, floating-point inputs are random, and all other
+            inputs contain their fill value.
+        pace: ``queued`` to launch steps without waiting, or ``waited`` to launch each step after
+            the previous step has ended; see the docstring of the module.
         samples: Number of samples of each size and mode; the model contains their median.
         name: Name of the cost model; by default, the names of the step and the device.
         progress: Function that is called with (done, total) samples.

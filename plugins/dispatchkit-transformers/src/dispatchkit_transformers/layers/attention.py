@@ -26,8 +26,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
 
     Attributes:
         is_sliding: Whether the layer has a window (transformers' term).
-        past: Return value of ``get_seq_length``. If this is None, ``get_seq_length`` returns the
-            position of each row's first token (B, 1).
+        past: Value that ``get_seq_length`` returns; None to return the position of each row's first
+            token (B, 1).
     """
 
     keys: torch.Tensor

@@ -1,6 +1,6 @@
-"""Read facts from a vLLM configuration, or any object with the same attributes.
+"""Read values from a vLLM configuration, or any object with the same attributes.
 
-Attributes differ between releases; each function supports all variants of one fact.
+Attributes differ between releases; each function supports all variants of one value.
 """
 
 from __future__ import annotations

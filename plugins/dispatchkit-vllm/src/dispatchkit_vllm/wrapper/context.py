@@ -39,7 +39,7 @@ def _runtime_mode(value: Any) -> RuntimeMode:
 
 @attrs.frozen
 class ForwardContext:
-    """Facts about the current step that wrappers can read.
+    """Properties of the current step that wrappers can read.
 
     Attributes:
         runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Members with these
