@@ -51,7 +51,7 @@ class Parts:
         self.set_node(self.values)
 
     def in_place(self) -> dict[str, Run]:
-        """Return the rungs of a step in place, lowest first."""
+        """Return the rungs of an in-place step, lowest first."""
         launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
         lock, stream, decide, plan = self.lock, self.stream, self.decide, self.plan
         row, step, lane, values = self.row, self.step, self.lane, self.step.values

@@ -19,7 +19,7 @@ class CompileTime:
 
     Attributes:
         compiling: Time of Dynamo and everything that it calls.
-        tuning: Time of autotuning Triton kernels at their first call, after compilation. Tuning
+        tuning: Time of autotuning Triton kernels on their first call, after compilation. Tuning
             during compilation is part of ``compiling``.
         graphs: Number of compiled graphs.
         found: Number of graphs with kernels from the cache on disk.

@@ -3,7 +3,7 @@
 Each way is measured as a complete step: it reads the addresses of new inputs, copies the inputs and
 launches the graph. The result is verified. A way that is not supported by this machine, torch or
 CUDA prints the reason in its line, and the others continue. The riskiest ways come last, because a
-kernel that reads a wrong address would end the process.
+kernel that reads an invalid address would end the process.
 
 Sources: CUDA Runtime API and CUDA Driver API of CUDA 13, "Memory Management", "Execution Control"
     and "Graph Management". In CUDA 12, the batched copy has one more argument.
@@ -225,7 +225,7 @@ class Inputs:
             self.out.add_(view)
 
     def verify(self, step: Step) -> None:
-        """Raise if the step returns a wrong result for either set."""
+        """Raise if the step returns incorrect results for either set."""
         for given, expected in zip(self.sets, self.expected, strict=True):
             for static in self.static:
                 static.fill_(-1)

@@ -3,10 +3,10 @@
     python bench/policies_gpu.py                       # all four, about 120 seconds
     python bench/policies_gpu.py --models mlp --traces uniform --steps 1000
 
-The models are a wide MLP (8 layers of 4096) and a decoder. Traffic has either uniform sizes up to
-2048, or the sizes of a recorded trace. All cases serve the same batches in the same order with the
-same capture sizes. They take turns in blocks, and a different case is first in each block, so that
-clock drift affects all equally. The device is synchronized only between blocks.
+The models are a wide MLP (8 layers of width 4096) and a decoder. Traffic has either uniform sizes
+up to 2048, or the sizes of a recorded trace. All cases serve the same batches in the same order
+with the same capture sizes. They take turns in blocks, and a different case is first in each block,
+so that clock drift affects all equally. The device is synchronized only between blocks.
 
 ``hindsight`` is the best single arm of each bucket, a graph or eager. The arms are timed in
 advance: by the host over consecutive steps, and by the device behind other work. If the two clocks

@@ -92,7 +92,7 @@ class Model:
 
 
 MODELS = {
-    # 8 layers of 4096, in bfloat16.
+    # 8 layers of width 4096, in bfloat16.
     "mlp": Model(
         graphs={512: 264.0, 768: 370.0, 1024: 467.0, 2048: 971.0},
         eager={
@@ -116,7 +116,7 @@ MODELS = {
         host=1.0,
         limit=2000.0,
     ),
-    # 16 layers of 2048, in bfloat16.
+    # 16 layers of width 2048, in bfloat16.
     "decoder": Model(
         graphs={
             size: 870.0 + 2.25 * size

@@ -112,7 +112,7 @@ def make_runner(model: VoiceDetector, slots: SlotState) -> GraphRunner:
 
 
 def alone(model: VoiceDetector, audio: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities of one caller without others. Shape (hops,)."""
+    """Return the probabilities of a caller that is served alone. Shape (hops,)."""
     slots = SlotState(BANKS, 1, device=DEVICE)
     slot = torch.tensor([slots.join("caller")], device=DEVICE)
     with torch.no_grad():

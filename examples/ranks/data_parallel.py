@@ -8,7 +8,7 @@ Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-ba
 Without a GPU for each rank, the example runs on the CPU with simulated graphs.
 
 The model sums its hidden rows over all ranks, like an expert layer shared by all ranks: a
-collective that needs the same number of rows everywhere. Some ranks are idle in some steps and
+collective that needs the same number of rows on every rank. Some ranks are idle in some steps and
 participate with padding rows. With ``--learn``, rank 0 learns from measured times and distributes
 its table.
 """

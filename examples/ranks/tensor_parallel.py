@@ -1,4 +1,4 @@
-"""Tensor parallelism: one batch is spread over the ranks, without an agreement per step.
+"""Tensor parallelism: all ranks run the same batches, without an agreement per step.
 
 One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/tensor_parallel.py
 Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
