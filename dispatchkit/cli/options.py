@@ -143,7 +143,7 @@ _FLAGS = {
 
 
 def policy_name(settings: Settings, plugins: PluginSet, config: DispatchConfig) -> str:
-    """Return the name of the policy: given, selected by a plugin, or the default."""
+    """Return the given policy name, the name that a plugin selects, or the default."""
     return str(settings["policy"] or plugins.select_policy(config) or DEFAULT_POLICY)
 
 

@@ -69,8 +69,8 @@ def trial_keys(
     Raises:
         ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
             ``DispatchConfig``.
-        PolicyError: A method is missing or raises, a declared key is invalid, or a decision breaks
-            a hard constraint.
+        PolicyError: A method is missing or raises, a declared key is invalid, or a decision
+            violates a hard constraint.
     """
     hint = "Write DispatchConfig(sizes=[8, 16]), for example."
     check_instance(config, DispatchConfig, "config", hint)

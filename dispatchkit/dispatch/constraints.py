@@ -14,7 +14,7 @@ from dispatchkit.keys.modes import RuntimeMode
 
 
 def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | None:
-    """Describe the hard constraint that a decision breaks, or return None."""
+    """Describe the hard constraint that a decision violates, or return None."""
     if not isinstance(answer, Decision):
         how = " Use Decision.replay(key)." if isinstance(answer, GraphKey) else ""
         return f"returned {answer!r}; return a Decision or None.{how}"

@@ -87,7 +87,7 @@ class Dispatcher:
 
     Raises:
         ConfigError: An argument has the wrong type.
-        PolicyError: The policy raises, declares an invalid key, or breaks a hard constraint in a
+        PolicyError: The policy raises, declares an invalid key, or violates a hard constraint in a
             decision for a trial batch.
 
     Attributes:
@@ -346,7 +346,7 @@ class Dispatcher:
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.
-            PolicyError: The decision breaks a hard constraint; the cell is not changed.
+            PolicyError: The decision violates a hard constraint; the cell is not changed.
         """
         batch, answer = update.batch, update.decision
         with self._lock:

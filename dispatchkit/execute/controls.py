@@ -503,7 +503,7 @@ class Controls:
             yield f"The graph has {captured.pieces}."
 
     def _pads_draws(self, key: GraphKey | None, num_tokens: int) -> bool:
-        """Return whether a graph that draws random numbers would pad the step."""
+        """Return whether the step would run padded in a graph that draws random numbers."""
         captured = None if key is None else self._first.lifecycle.live().get(key)
         return captured is not None and captured.pads_draws(num_tokens)
 

@@ -392,10 +392,11 @@ class GraphRunner:
     ) -> Explanation:
         """Explain how a batch would run now, without running it.
 
-        The explanation is for the first lane and the modes of this thread (autocast), because a
-        graph serves only the modes of its capture. The explanation cannot predict failures that
-        occur only when the step runs, such as a failed replay. Measured times of steps with this
-        decision are included if the policy requested measurements and ``drain`` has read them.
+        The explanation is for the first lane and the modes of this thread (such as autocast),
+        because a graph serves only the modes of its capture. The explanation cannot predict
+        failures that occur only when the step runs, such as a failed replay. Measured times of
+        steps with this decision are included if the policy requested measurements and ``drain`` has
+        read them.
 
         Args:
             num_tokens: Number of tokens in the batch.
@@ -404,8 +405,8 @@ class GraphRunner:
             loras: Number of active adapters.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
             cost_model: Model that estimates the cost of the step: an object, such as the result of
-                ``calibrate`` for this runner. If dispatchkit-plan is installed, also the name of
-                one of its models, or a file.
+                ``calibrate`` for this runner. With dispatchkit-plan, it may also be the name of one
+                of its models, or a file.
             axes: The value of each axis, by name.
 
         Returns:

@@ -5,10 +5,10 @@ An observer is any object with methods named after events: ``on_capture(event)``
 
 Events such as captures, evictions and policy swaps are rare, and steps do not use this module. A
 callback runs on the thread where the event occurs, possibly during a step or a capture. Until the
-callback returns, other threads cannot enter the runner. A callback may query the runner, but must
-not wait for a thread that calls the runner, queue work on the device, or capture. Its return value
-is ignored. Exceptions are logged with the name of the observer; after three consecutive exceptions,
-the callback is disabled.
+callback returns, other threads cannot enter the runner. A callback may query the runner, but it
+must not wait for a thread that calls the runner, and must neither queue work on the device nor
+capture. Its return value is ignored. Exceptions are logged with the name of the observer; after
+three consecutive exceptions, the callback is disabled.
 
 ``Notifier`` has a tuple of callables for each event class. Without subscribers, an event costs one
 dictionary look-up. ``has_subscribers`` lets the caller skip creating the event.

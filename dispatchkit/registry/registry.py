@@ -47,7 +47,8 @@ class RegistryEvent:
         after: Current state of the key; None if the key was removed. Enabling or disabling a key
             does not change its state.
         reason: The reason in the key's entry; ``enabled`` or ``disabled`` after ``set_enabled``.
-        by_mode: Whether the mode of the key was enabled or disabled instead of the key.
+        by_mode: Whether the whole mode of the key was enabled or disabled, rather than the key
+            alone.
     """
 
     key: GraphKey

@@ -126,7 +126,8 @@ def run_policy_conformance(
         seed: Seed of the random cases; the same seed gives the same verdict.
         max_examples: Number of cases per property, scaled with the hypothesis profile's
             ``max_examples`` (relative to 100).
-        configs: Strategy of configurations to test; None for all kinds of configurations.
+        configs: Hypothesis strategy for the configurations to test; None for all kinds of
+            configurations.
 
     Returns:
         The verdict. A faulty policy does not raise; ``raise_if_failed`` does.

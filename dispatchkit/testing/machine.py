@@ -126,7 +126,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def learn_what_is_impossible(self, data: st.DataObject) -> None:
-        """Check that a change that breaks a constraint is rejected without effect."""
+        """Check that a change that violates a constraint is rejected without effect."""
         batch = data.draw(batches(self.config))
         key = data.draw(graph_keys(self.config))
         assume(key not in self.registry)

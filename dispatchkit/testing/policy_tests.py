@@ -159,7 +159,7 @@ class PolicyTests(CaseRunner):
     def test_chosen_graph_covers_the_batch(self, case: Case) -> None:
         """The bucket has at least the tokens, requests and adapters of the batch.
 
-        The graph computes no rows beyond its bucket, but the caller would read them.
+        With a smaller bucket, the caller would read rows that the graph did not compute.
         """
         for batch in case.batches():
             key = case.decide(batch).key

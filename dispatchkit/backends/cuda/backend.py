@@ -68,12 +68,12 @@ class CudaBackend:
         capture_error_mode: Which calls other threads may make during a capture; see
             ``torch.cuda.graph``. ``"thread_local"`` allows other threads to copy, allocate and
             poll.
-        refuse_host_syncs: Whether to refuse calls that wait for the device before the driver
-            invalidates the capture; the error names the call. Set it to False only for functions
-            that fail under a dispatch mode. Functions wrapped in torch.compile work under a
-            dispatch mode. If False, torch or the driver refuses the calls without naming them, and
-            an error that torch raises and the function catches is not detected. Failed captures are
-            cleaned up in either case.
+        refuse_host_syncs: Whether to refuse calls that wait for the device. The error names the
+            call, and is raised before the driver would invalidate the capture. Set it to False only
+            for functions that fail under a dispatch mode. Functions wrapped in torch.compile work
+            under a dispatch mode. If False, torch or the driver refuses the calls without naming
+            them, and an error that torch raises and the function catches is not detected. Failed
+            captures are cleaned up in either case.
         copy_node: Whether graphs begin with a kernel that copies small inputs, if the kernel is
             available. Otherwise, torch copies device inputs before each launch, and graphs copy
             host inputs from pinned memory.

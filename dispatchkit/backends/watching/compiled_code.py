@@ -159,7 +159,7 @@ def _is_dynamo_frame(frame: FrameType) -> bool:
 
 @cache
 def _dynamo_files() -> frozenset[str | None]:
-    """Return the files of Dynamo with the wrappers of compiled and disabled functions."""
+    """Return the files of Dynamo that define the wrappers of compiled and disabled functions."""
     import torch._compile
     from torch._dynamo import eval_frame
 

@@ -213,8 +213,8 @@ class MemoryBudget:
         """Change the limits, and evict graphs that exceed them.
 
         Returns:
-            Keys whose graphs were released with the whole pool, by member of the pool. Some of
-            these graphs may fit into a new pool.
+            Keys whose graphs were released with the whole pool, for each member of its group. Some
+            of these graphs may fit into a new pool.
         """
         self.limits = limits
         self._note_limit()

@@ -52,7 +52,7 @@ class _Attempt:
     Attributes:
         captured: Captured key; None if the capture failed.
         problem: Error of the capture; None if it succeeded.
-        lost: Keys whose graphs were evicted to free memory, by member of the pool.
+        lost: Keys whose graphs were evicted to free memory, for each member of the pool's group.
     """
 
     captured: CapturedKey | None
@@ -79,7 +79,7 @@ class Lifecycle:
     Args:
         capturer: Captures the keys of the lane.
         graphs: Live graphs of the lane.
-        budget: Limits on the number and memory of graphs, with their evictions.
+        budget: Limits on the number and memory of graphs, and the evictions that enforce them.
         lane: Lane that the keys are captured on.
         registry: Registry in which all changes of state are recorded.
         modes: Runtime modes that can be captured.
@@ -538,7 +538,10 @@ class Lifecycle:
         self._capture_lost(self._budget.update(limits))
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Set the score by which graphs are evicted, lowest first; None restores the option."""
+        """Set the score by which graphs are evicted; None restores the configured order.
+
+        The graph with the lowest score is evicted first.
+        """
         self._budget.score = score
 
     # -- as a member of a pool's group --------------------------------------------------

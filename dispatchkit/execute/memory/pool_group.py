@@ -293,7 +293,7 @@ class PoolGroup:
             gc.collect()  # reference cycles may keep outputs in the old pool alive
 
     def clear(self) -> dict[PoolMember, list[GraphKey]]:
-        """Evict all graphs and start a new pool; return the evicted keys by member.
+        """Evict all graphs and start a new pool; return the evicted keys of each member.
 
         Evicting only some graphs would free almost no memory, because the graphs of a pool share
         it.

@@ -455,7 +455,7 @@ def _write_context(target: contextvars.ContextVar[Any], _key: Any, value: Any) -
 
 
 def _read_wrapped(target: Any) -> dict[str, Any]:
-    """Return the attributes with the state of an object of a class in ``_WRAPPERS``."""
+    """Return the attributes that hold the state of an object whose class is in ``_WRAPPERS``."""
     return {name: getattr(target, name) for kind, name in _WRAPPERS if isinstance(target, kind)}
 
 

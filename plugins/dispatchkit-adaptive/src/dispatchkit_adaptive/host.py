@@ -4,7 +4,8 @@ If the host submits steps well before the device reaches them, host time causes 
 device time counts then, and the policy prefers the arm with the least device time. This arm is
 often eager, and submitting eager steps may take the host so long that it falls behind. The averages
 therefore always describe the arms with the least device time, even while other arms are in use.
-Otherwise, each answer would change the measurements for the next answer.
+Otherwise, each detected change would itself change the averages from which the next change is
+detected.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Account for time saved and lost against the base policy, and limit the time at risk.
 
-The policy promises that the steps so far never take more than one per cent longer than with the
-base policy. Time lost in steps that differ from the base is paid from an account, which contains
-the allowance of the promise and the time saved so far. An arm may become slower (or the base
-faster) at any time, and the policy notices only several measured steps later. The policy therefore
-leaves the base only if the account would cover a slowdown by ``DRIFT`` during these steps.
+The policy promises that, at any time, all steps together have taken at most one per cent longer
+than with the base policy. Time lost in steps that differ from the base is paid from an account,
+which contains the loss that the promise allows and the time saved so far. An arm may become slower
+(or the base faster) at any time, and the policy notices only several measured steps later. The
+policy therefore leaves the base only if the account would cover a slowdown by ``DRIFT`` during
+these steps.
 """
 
 from __future__ import annotations

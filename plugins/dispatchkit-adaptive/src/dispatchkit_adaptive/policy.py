@@ -347,9 +347,9 @@ class AdaptivePolicy:
         """Return the runs to time before serving; empty when no more are needed.
 
         Call this method after a capture, and again after the outcomes of all runs have been
-        observed. The first call returns each graph at its size, and eager at both ends of each band
-        of sizes. Later calls repeat the runs of the base's arm, and of arms whose time cannot yet
-        be distinguished from the time of the base's arm.
+        observed. The first call returns a run of each graph at its size, and eager runs at both
+        ends of each band of sizes. Later calls repeat the runs of the base's arm, and of arms whose
+        time cannot yet be distinguished from the time of the base's arm.
         """
         self._choose_all()
         self._calibration_rounds += 1

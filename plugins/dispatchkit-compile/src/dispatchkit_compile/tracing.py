@@ -2,7 +2,7 @@
 
 Dynamo traces the step once, with an unknown batch size, without running it. Code that cannot be
 traced this way (a branch on data or on the size, an unsupported call) raises an error that names
-the line, because a graph specialized to one size would be wrong at another.
+the line, because a graph specialized to one size would be wrong at any other size.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class MemberReport:
         name: Name of the member.
         priority: Priority of the member; members with higher priority are asked first.
         policy: Name of the member's policy.
-        faults: Number of times that the member raised or broke a hard constraint.
+        faults: Number of times that the member raised or violated a hard constraint.
         last_fault: Description of the last fault; empty if there was none.
         suspended: Whether the member is skipped until it is resumed.
     """

@@ -42,7 +42,7 @@ _log = logging.getLogger("dispatchkit.composite")
 class CompositePolicy:
     """A policy that asks its members by priority; the first answer decides.
 
-    If a member raises or breaks a hard constraint, the fault is logged and counted, and the next
+    If a member raises or violates a hard constraint, the fault is logged and counted, and the next
     member is asked. After ``max_faults`` consecutive faults, the member is suspended. Decisions
     contain the name of the member that made them.
 

@@ -57,9 +57,10 @@ class CheapestPacking:
     ``first_fit_decreasing``.
 
     Args:
-        cost: Function that returns the cost of a step from its number of tokens, in any unit, such
-            as ``graph_us`` of a cost model. It is called with captured sizes, and with the length
-            of an item that no graph serves. By default, the cost is the number of tokens plus 64.
+        cost: Function that takes the number of tokens of a step and returns its cost in any unit,
+            such as ``graph_us`` of a cost model. It is called with captured sizes, and with the
+            length of an item that no graph serves. By default, the cost is the number of tokens
+            plus 64.
 
     Raises:
         ConfigError: ``cost`` is not callable.

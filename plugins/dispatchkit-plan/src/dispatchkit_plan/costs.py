@@ -18,7 +18,8 @@ All times are for whole steps.
 
 If the time of a step also depends on an axis (a sequence length, an image size), the file has
 curves for several values of this axis: ``"axis": "length", "at": [[16, {"eager_us": ...,
-"graph_us": ...}], ...]``. The curves outside ``at`` are then the curves of the largest value.
+"graph_us": ...}], ...]``. The curves at the top level of the file are then the curves of the
+largest value.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class GridPolicy:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return a replay of the smallest graph that covers the batch, or eager."""
+        """Return a decision to replay the smallest graph that covers the batch, or to run eager."""
         obstacle: str = Reason.NO_KEY
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             for key in graphs.covering(batch, mode):

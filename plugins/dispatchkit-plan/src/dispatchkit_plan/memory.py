@@ -108,8 +108,8 @@ def forecast_memory(
     Args:
         samples: Samples in the order of capture, largest size first. The first sample must have the
             largest of ``sizes``. Include the smallest size. In between, take about half the size of
-            the previous sample each time: libraries switch kernels around powers of two, and
-            another kernel may grow the pool.
+            the previous sample each time: libraries switch kernels around powers of two, and a
+            different kernel may need a larger pool.
         sizes: All sizes that will be captured.
         segment_bytes: Unit in which the pool and the driver's memory grow.
 

@@ -84,8 +84,8 @@ class CapturePlanner:
     def next_capture(self, live: Collection[GraphKey]) -> tuple[GraphKey, GraphKey | None] | None:
         """Return the key to capture now and the key to evict for it.
 
-        Keys that steps have missed come first, most recent first. The second key is None if there
-        is room. Returns None if no capture is worthwhile.
+        Keys that steps have missed come first, most recent first. The second key is None if no
+        graph must be evicted. Returns None if no capture is worthwhile.
         """
         while self._wanted:
             key = next(reversed(self._wanted))

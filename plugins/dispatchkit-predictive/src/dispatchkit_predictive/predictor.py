@@ -4,10 +4,10 @@ Only changes of the key count: a hundred consecutive steps with one key are one 
 need a single capture. There are four forecasts:
 
 - how often each key occurred recently;
-- the distance, in buckets, to the last key of the same kind. Batches tend to grow and shrink by one
-  bucket, so new keys are expected near known keys;
-- the keys that followed the latest keys, for contexts of up to ``order`` keys. A long context with
-  few counts has less weight than a shorter context;
+- the distance, in buckets, from the last key of the same kind (a *move*). Batches tend to grow and
+  shrink by one bucket, so new keys are expected near known keys;
+- the keys that followed earlier occurrences of the latest keys (the *context*, of up to ``order``
+  keys). A long context with few counts has less weight than a shorter context;
 - how often each kind of key occurred, with equal shares for all keys of a kind.
 
 Each forecast is a probability distribution over the keys. Its weight is multiplied by the
@@ -73,8 +73,8 @@ class KeyPredictor:
     Args:
         keys: All declared keys.
         order: Length of the longest context, in keys.
-        decay: Factor by which each new count multiplies earlier counts of the same context or move,
-            above 0 and at most 1.
+        decay: Factor by which each new count multiplies earlier counts of the same context or move
+            (see the docstring of the module), above 0 and at most 1.
 
     Raises:
         ConfigError: A setting is invalid.

@@ -75,9 +75,10 @@ class ThresholdPolicy:
         return list(_keys(config, self._useful))
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return a replay of the smallest graph of the first mode with a graph within the limits.
+        """Return a decision to replay the smallest graph within the limits.
 
-        If no mode has a graph, the batch is split, if allowed, or runs eager.
+        The graph is from the first mode that has such a graph. If no mode has one, the batch is
+        split, if allowed, or runs eager.
         """
         if batch.num_tokens < self.min_tokens:
             return Decision.eager(BELOW_MIN_TOKENS)

@@ -76,8 +76,8 @@ def verify_step(
     length to read. It runs tokens and drafts together and accepts the drafts before the first one
     that differs from the most likely token. It returns
 
-    - the most likely token after each token and draft, the number of accepted drafts, and the
-      number of drafts (B, ``num_draft_tokens`` + 3);
+    - one tensor (B, ``num_draft_tokens`` + 3) with the most likely token after each token and
+      draft, the number of accepted drafts, and the number of drafts;
     - the token after the last accepted draft (B,), and its position (B,).
 
     Negative drafts, and drafts beyond the end of the cache, are ignored. The keys and values of

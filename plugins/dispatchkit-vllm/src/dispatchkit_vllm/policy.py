@@ -60,7 +60,7 @@ class VllmPolicy:
         return () if self._fixed is not None else tuple(self.ladder(config).keys())
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return a replay of the first key that can run, or eager with the reason."""
+        """Return a decision to replay the first key that can run, or to run eager with a reason."""
         ladder, own = self._applied(graphs.config)
         if ladder.mode is CUDAGraphMode.NONE:
             return Decision.eager(Reason.MODE_NONE)

@@ -62,7 +62,7 @@ class EverySizePolicy:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision:
-        """Return a replay of the smallest ready graph, in the highest allowed mode."""
+        """Return a decision to replay the smallest ready graph, in the highest allowed mode."""
         for mode in _GRAPH_MODES:
             if batch.allows(mode):
                 for key in graphs.covering(batch, mode):
