@@ -127,7 +127,7 @@ def capture_error(error: BaseException) -> CaptureError:
             f"The function used an operation that a stream cannot capture{at}: "
             f"{text.splitlines()[0]}. Typical causes are copies to or from pageable host "
             "memory, synchronization inside an extension, and work on the default stream. Move "
-            "the operation out of the captured function, or mark that piece eager.",
+            "the operation out of the captured function, or into an eager piece.",
             reason="host_sync",
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
@@ -135,11 +135,11 @@ def capture_error(error: BaseException) -> CaptureError:
     ):
         return CaptureError(
             f"The capture ran out of memory: {error}. Capture fewer or smaller sizes, or "
-            "share one pool (GraphMemory).",
+            "let runners share a graph pool (GraphMemory).",
             reason="out_of_memory",
         )
     return CaptureError(
-        f"The function failed during capture{at}: {type(error).__name__}: {error}. Run the "
-        "function eagerly to check whether it also fails there.",
+        f"The function failed during capture{at}: {type(error).__name__}: {error}. Call the "
+        "function directly to check whether it also fails outside a capture.",
         reason="error",
     )

@@ -32,7 +32,7 @@ class HostSyncError(RuntimeError):
         self,
         call: str,
         why: str = "it waits for the device",
-        next_step: str = "Move that call out of the captured function, or mark that piece eager.",
+        next_step: str = "Move this call out of the captured function, or into an eager piece.",
     ) -> None:
         self.call, self.next_step = call, next_step
         super().__init__(f"{call} ({why})")

@@ -10,7 +10,7 @@ except ImportError as _error:
 
     raise BackendUnavailableError(
         "GraphRunner needs torch, which is not installed here. Run: pip install "
-        "'dispatchkit[torch]' (on Linux without a GPU add --index-url "
+        "'dispatchkit[torch]' (on Linux without a GPU, add --index-url "
         "https://download.pytorch.org/whl/cpu)."
     ) from _error
 

@@ -40,6 +40,7 @@ from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
 
 #: Why a key has no graph (None if it has one), and the pauses that were too long.
+_KEYS_HINT = "list(runner.registry) returns the runner's keys."
 _Captured = tuple[CaptureError | str | None, Sequence[LongPause]]
 
 
@@ -53,10 +54,10 @@ def _checked(keys: Any) -> tuple[GraphKey, ...] | None:
         return None
     if isinstance(keys, Iterable):
         found = tuple(keys)
-        if all(isinstance(key, GraphKey) for key in found):
-            return found
-    hint = "list(runner.registry) returns the runner's keys."
-    raise ConfigError("keys", keys, "a list of GraphKeys", hint)
+        for index, key in enumerate(found):
+            check_instance(key, GraphKey, f"keys[{index}]", _KEYS_HINT)
+        return found
+    raise ConfigError("keys", keys, "a list of GraphKeys", _KEYS_HINT)
 
 
 def _check_key(key: Any) -> GraphKey:
@@ -65,7 +66,7 @@ def _check_key(key: Any) -> GraphKey:
     Raises:
         ConfigError: The value is not a key.
     """
-    return check_instance(key, GraphKey, "key", "list(runner.registry) returns the runner's keys.")
+    return check_instance(key, GraphKey, "key", _KEYS_HINT)
 
 
 class Controls:
@@ -148,7 +149,7 @@ class Controls:
         if isinstance(max_pause_us, bool) or not isinstance(max_pause_us, int | float):
             raise ConfigError("max_pause_us", max_pause_us, "a number of microseconds")
         if not max_pause_us > 0:
-            raise ConfigError("max_pause_us", max_pause_us, "above 0")
+            raise ConfigError("max_pause_us", max_pause_us, "greater than 0")
         if self._first.spec.outputs == "view":
             raise ConfigError(
                 "outputs",
@@ -283,7 +284,7 @@ class Controls:
         """
         if score is not None and not callable(score):
             hint = "For a built-in order, use MemoryOptions(eviction=...) or swap(eviction=...)."
-            raise ConfigError("score", score, "a function of a captured key, or None", hint)
+            raise ConfigError("score", score, "a function that takes a captured key, or None", hint)
         with self._lock:
             for member in self._executors:
                 member.lifecycle.set_eviction(score)
@@ -370,7 +371,7 @@ class Controls:
         given: Any = reason
         if not isinstance(given, str) or not given:
             raise ConfigError(
-                "reason", given, "a non-empty string, because steps are counted by reason"
+                "reason", given, "a non-empty string", "runner.stats() counts steps by reason."
             )
         with self._lock:
             self._turns.wait()
@@ -467,7 +468,7 @@ class Controls:
         if decision.key is not None and first.lane.group.is_asleep:
             return "ReplayError: the memory of the graphs is asleep; call memory.wake()"
         if decision.key is None and first.eager.strict and reason in DOWNGRADES:
-            return f"NoGraphError: the runner is strict, and no graph would run ({reason})"
+            return f"NoGraphError: the runner is strict, and the batch has no graph ({reason})"
         return ""
 
     def _notes(
@@ -480,7 +481,7 @@ class Controls:
             if retry is not None and lifecycle.will_retry(retry):
                 yield f"The step first captures {retry} again, and replays it if that succeeds."
         elif any(key not in lifecycle.live() for key in decision.keys):
-            yield "The step captures its graph first."
+            yield "The step first captures its graph."
         if decision.reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
             yield (
                 "Each replay checks only some of the values, so a change may be detected several "

@@ -69,7 +69,12 @@ class PackedRunner:
         axes = {axis.name: axis for axis in runner.config.axes}
         if set(axes) != {items}:
             allowed = "the only axis of the runner"
-            raise ConfigError("items", items, allowed, f"The runner has the axes {sorted(axes)}.")
+            raise ConfigError(
+                "items",
+                items,
+                allowed,
+                f"The runner has the axes: {', '.join(sorted(axes)) or 'none'}.",
+            )
         if runner.spec.outputs != "owned":
             hint = "Create the runner with outputs='owned'."
             raise ConfigError("outputs", runner.spec.outputs, "'owned' for packed items", hint)
@@ -165,7 +170,7 @@ class PackedRunner:
                     raise InputError(
                         name,
                         f"Item {item} has {counted(length, 'token')}, but {lengths[item]} in "
-                        f"{lead!r}. Pass the same number in all inputs of tokens.",
+                        f"{lead!r}. Pass the same number in all inputs that are indexed by token.",
                     )
         return lengths
 
@@ -211,9 +216,10 @@ class PackedRunner:
             raise ConfigError(
                 "results",
                 self._results,
-                "'token' or 'item' for each output, according to its dimension 0 "
-                f"({counted(num_rows['token'], 'token')}, {counted(num_rows['item'], 'item')}, "
-                f"output shapes {[tuple(shape) for shape in shapes]})",
+                "'token' or 'item' for each output, according to its dimension 0",
+                f"The call has {counted(num_rows['token'], 'token')} and "
+                f"{counted(num_rows['item'], 'item')}; the outputs have shapes "
+                f"{', '.join(str(tuple(shape)) for shape in shapes)}.",
             )
         parts = [
             leaf.split(list(lengths)) if kind == "token" else leaf.unbind(0)

@@ -131,7 +131,7 @@ class GraphRunner:
         )
         if isinstance(step, GraphRunner):
             hint = "Pass the step of that runner."
-            raise ConfigError("step", step, "a step, not a GraphRunner", hint)
+            raise ConfigError("step", step, "a function or a list of pieces", hint)
         check_lanes(spec)
         work = make_workload(spec)
         executors = make_executors(work)

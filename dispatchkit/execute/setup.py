@@ -86,7 +86,7 @@ class RunnerSpec:
         """
         options = RunnerOptions() if options is None else options
         if not isinstance(options, RunnerOptions):
-            raise ConfigError("options", options, "RunnerOptions")
+            raise ConfigError("options", options, "a RunnerOptions object")
         if inputs is None and example is None:
             hint = "Write inputs={'x': StaticInput((None, 16), 'float32')}, for example."
             raise ConfigError("inputs", None, "given unless example is given", hint)
@@ -273,13 +273,15 @@ def check_slot_state(
         raise ConfigError(setting, state, "a SlotState without RawBanks", hint)
     if state.device != device:
         hint = f"Create it with SlotState(..., device={str(device)!r})."
-        raise ConfigError(setting, str(state.device), f"on {device}, the device of the steps", hint)
+        raise ConfigError(
+            setting, str(state.device), f"a SlotState on {device}, the device of the steps", hint
+        )
     if state.compact and options.rows_independent:
         raise ConfigError(
             "rows_independent",
             True,
             "False with a compact SlotState",
-            "A part of a split batch does not start at the first slot. Omit rows_independent, or "
+            "Only the first part of a split batch starts at slot 0. Omit rows_independent, or "
             "create the SlotState without compact.",
         )
 

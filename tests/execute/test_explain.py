@@ -157,7 +157,7 @@ def test_a_lazy_runner_waits_captures_and_captures_anew():
     options = RunnerOptions(capture=CaptureOptions(capture_after=2))
     runner = runner_of(module, lazy=True, options=options)
     assert predicted(runner, 3) == next_step(runner, 3) == "capture_pending"
-    assert runner.explain(3).note == "The step captures its graph first."
+    assert runner.explain(3).note == "The step first captures its graph."
     assert predicted(runner, 3) == next_step(runner, 3) == HIT
     assert not runner.explain(3).note
     runner.invalidate()

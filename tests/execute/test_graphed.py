@@ -167,12 +167,12 @@ def test_the_batch_may_be_another_dimension():
 
 
 def test_settings_are_refused_before_a_call():
-    with pytest.raises(ConfigError, match=r"setting of graphed must be one of: .*mean 'sizes'"):
+    with pytest.raises(ConfigError, match=r"setting of graphed\(\) must be one of: .*mean 'sizes'"):
         graphed(lambda x: x, size=[1])
     with pytest.raises(ConfigError, match="inputs must be omitted"):
         graphed(lambda x: x, inputs={})
     for example in (3, torch.ones(2)):
-        with pytest.raises(ConfigError, match=r"example must be the arguments .*\(x,\)"):
+        with pytest.raises(ConfigError, match=r"example must be a tuple with .*\(x,\)"):
             graphed(lambda x: x, example=example)
     with pytest.raises(ConfigError, match="sizes must be a list of whole numbers, got 4"):
         graphed(lambda x: x, sizes=4)(torch.ones(2))

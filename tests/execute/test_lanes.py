@@ -490,7 +490,10 @@ BY_UNKNOWN_NAME = RunnerOptions(lanes=LaneOptions(lane_policy="nowhere"))
         ({"lanes": True}, "lanes must be a whole number"),
         ({"lanes": 5, "backend": TapeBackend(max_streams=4)}, "lanes must be at most 4"),
         ({"lanes": 2, "options": RunnerOptions(check=3)}, "check must be 0 with several lanes"),
-        ({"lanes": Lanes(2, InTurn)}, "lane policy must be an object with choose"),
+        (
+            {"lanes": Lanes(2, InTurn)},
+            r"lane policy must be an object .* Pass an instance: InTurn\(\)",
+        ),
         ({"lanes": Lanes(2, InTurn()), "options": OF_A_LANE_POLICY}, "in only one place"),
         ({"lanes": 1, "options": BY_UNKNOWN_NAME}, "lane policy must be one of.*'nowhere'"),
     ],

@@ -129,7 +129,7 @@ def test_objects_that_choose_have_places_of_their_own():
 def test_graphed_refuses_them_before_the_first_call():
     with pytest.raises(ConfigError, match=r"options=RunnerOptions\(strict=True\)"):
         graphed(double, strict=True)
-    with pytest.raises(ConfigError, match="options must be RunnerOptions"):
+    with pytest.raises(ConfigError, match="options must be a RunnerOptions object"):
         graphed(double, options={"strict": True})
 
 
@@ -194,7 +194,7 @@ def test_lanes_of_graphed_may_be_an_object():
     fast(torch.ones(2))
     assert fast.graphed.memory is memory
     assert len(fast.graphed.runners[0].lanes) == 2
-    with pytest.raises(ConfigError, match="omitted if lanes= has a memory"):
+    with pytest.raises(ConfigError, match="omitted if lanes contains a memory"):
         graphed(double, lanes=Lanes(1, memory=memory), memory=memory)
 
 
@@ -290,9 +290,9 @@ def test_swaps_keep_what_was_asked_for():
 def test_state_is_declared_once_and_not_printed():
     state = StepState([torch.zeros(2)], scratch=[torch.ones(1)])
     assert StepState.of(state) is state
-    assert repr(state) == "<StepState of 1 tensors, 1 scratch tensors, 0 generators>"
+    assert repr(state) == "<StepState of 1 tensor, 1 scratch tensor, 0 generators>"
     assert make(state=state).spec.state is state
-    with pytest.raises(ConfigError, match=r"scratch must be a list of tensors.*scratch=\[cache\]"):
+    with pytest.raises(ConfigError, match=r"scratch must be a list of tensors.*scratch=\[tensor\]"):
         StepState(scratch=torch.zeros(3))
-    with pytest.raises(ConfigError, match="state must be a list of tensors"):
+    with pytest.raises(ConfigError, match=r"state\[0\] must be a tensor, got 3"):
         StepState([3])

@@ -120,7 +120,7 @@ def test_the_last_values_of_a_matrix_go_on_along_each_axis(make_runner):
 @pytest.mark.parametrize("shape", [(None,), (4,), (None, "requests"), ()])
 def test_the_last_value_is_for_inputs_along_an_axis(shape):
     """Rows of any batch are filled with one value."""
-    with pytest.raises(ConfigError, match="fill must be a value, unless"):
+    with pytest.raises(ConfigError, match="fill must be a number unless"):
         StaticInput(shape, "int32", fill="last")
 
 
@@ -138,7 +138,7 @@ def test_offsets_of_another_number_of_requests_are_refused(make_runner):
     runner = make_runner(sums, inputs, axes=[REQUESTS], sizes=[8])
     with pytest.raises(InputError, match=r"'offsets' must have shape \(4\), got \(3,\)"):
         runner(x=tokens_of((3, 4)), offsets=offsets_of((3, 4)), requests=3)
-    with pytest.raises(ConfigError, match=r"a shape with declared axes \(requests\)"):
+    with pytest.raises(ConfigError, match=r"a shape of declared axes \(requests\)"):
         make_runner(
             sums, {**inputs, "offsets": StaticInput(("cuts + 1",), "int32")}, axes=[REQUESTS]
         )

@@ -152,7 +152,7 @@ def test_report_of_a_capture_reads_well(make_runner):
     runner = make_runner(lambda tokens: {tokens}, sizes=[4, 8])
     words = str(runner.capture())
     assert words.startswith("0 graphs captured in ")
-    assert "2 failed, first FULL tokens=8: output_layout: Output 0 is {tensor(" in words
+    assert "2 keys failed, first FULL tokens=8: output_layout: Output 0 is {tensor(" in words
     assert "Return a tensor, a value that compares equal, or an object with tensor" in words
 
 

@@ -749,7 +749,9 @@ def test_bad_declarations_are_refused():
         GraphRunner(
             lambda x, a, b: x, {"x": ROWS, "a": state_of(), "b": state_of()}, backend="tape"
         )
-    with pytest.raises(ConfigError, match="must be on cpu, the device of the steps, got 'meta'"):
+    with pytest.raises(
+        ConfigError, match="must be a SlotState on cpu, the device of the steps, got 'meta'"
+    ):
         runner_of(state_of(device="meta"))
 
 

@@ -257,8 +257,8 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
         ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
         ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
         ({"sizes": 8}, r"sizes must be a list .* For one size, give \[8\]"),
-        ({"options": {"strict": True}}, "options must be RunnerOptions"),
-        ({"state": torch.zeros(3)}, r"state must be a list of tensors.*state=\[cache\]"),
+        ({"options": {"strict": True}}, "options must be a RunnerOptions object"),
+        ({"state": torch.zeros(3)}, r"state must be a list of tensors.*state=\[tensor\]"),
     ],
 )
 def test_setting_of_a_wrong_kind_is_told_by_name(policy, settings, said):
@@ -309,8 +309,11 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
             lambda: runner.controls.set_eviction("lru"),
             r"score must be a function .* swap\(eviction",
         ),
-        (lambda: runner.taps.on_decision(3), "listener must be a function of a decision, or None"),
-        (lambda: runner.taps.watch_steps(print), "watcher must be None, or an object with methods"),
+        (
+            lambda: runner.taps.on_decision(3),
+            "listener must be a function that takes a decision, or None",
+        ),
+        (lambda: runner.taps.watch_steps(print), "watcher must be an object with methods enter"),
     ):
         with pytest.raises(ConfigError, match=message):
             call()

@@ -567,13 +567,13 @@ class CudaBackend:
     def _check_generators(self, generators: Iterable[Any]) -> list[Any]:
         own = list(generators)
         default = torch.cuda.default_generators[self._index]
-        for generator in own:
+        for index, generator in enumerate(own):
             device = getattr(generator, "device", None)
             if device is None or device.type != "cuda" or device.index not in (None, self._index):
                 raise ConfigError(
-                    "generators",
+                    f"generators[{index}]",
                     generator,
-                    f"generators of {self.torch_device}",
+                    f"a torch.Generator on {self.torch_device}",
                     f"Create it with torch.Generator(device={self.torch_device!r}).",
                 )
         return [generator for generator in own if generator is not default]

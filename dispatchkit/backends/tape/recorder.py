@@ -209,7 +209,7 @@ class Recorder(OperationMode):
             kind = "quantized" if tensor.is_quantized else str(tensor.layout)
             raise RuntimeError(
                 f"a {kind} tensor on {tensor.device} cannot be recorded on the tape; "
-                "only strided CPU tensors can"
+                "only strided CPU tensors can be"
             )
         self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())
 

@@ -269,8 +269,8 @@ class TapeEvent:
         first, last = self._mark, end._mark
         if first is None or last is None or not (first.done and last.done):
             raise ReplayError(
-                "The time between two events was read before both were recorded and done. Call "
-                "query() or synchronize() first."
+                "The time between two events was read before both events were recorded and had "
+                "completed. Record both, then call synchronize() on the second."
             )
         elapsed_ns: int = last.at_ns - first.at_ns
         return elapsed_ns / 1000.0

@@ -37,7 +37,7 @@ def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any)
     if kernel is None:
         raise NotImplementedError(
             f"The operator {func._name!r} cannot be captured, because it has no eager kernel. "
-            "Move it out of the captured function, or mark that piece eager."
+            "Move it out of the captured function, or into an eager piece."
         )
     with mode:
         return kernel(*args, **kwargs)

@@ -399,7 +399,7 @@ class Capturer:
         if key.num_tokens > lane.buffers.num_rows:
             raise CaptureError(
                 f"{key} is larger than the static inputs, which have {lane.buffers.num_rows} rows. "
-                "Include the size in capture_sizes when creating the runner.",
+                "Include this size in sizes= when creating the runner.",
                 key=str(key),
                 reason="too_large",
             )
@@ -647,7 +647,7 @@ class Capturer:
         changed = warmups.effects.check_run()
         has_state = draws or warmups.may_write_scratch()
         if changed or (has_state and not warmups.may_restore()):
-            what = named(changed) if changed else "more state than state_limit_bytes"
+            what = named(changed) if changed else "more state than state_limit_bytes allows"
             raise CaptureError(
                 f"The eager call at {calls[0].line} returns a value that may differ in a replay, "
                 f"and the step changes {what}, which could not be restored in that case. Write the "

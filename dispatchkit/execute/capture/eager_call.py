@@ -9,6 +9,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from dispatchkit.errors import counted
 from dispatchkit.execute.io.structure import Structure, flatten, is_same_value
 
 #: Maximum number of batch sizes whose views are cached.
@@ -49,17 +50,26 @@ class Result:
         """Describe how a value differs from that of the capture; empty if both are equivalent."""
         was = self.value
         if not isinstance(was, torch.Tensor):
-            return "" if is_same_value(was, now) else f"{was!r:.40} in the capture, {now!r:.40} now"
+            return (
+                ""
+                if is_same_value(was, now)
+                else f"{was!r:.40} in the capture and is {now!r:.40} now"
+            )
         if not isinstance(now, torch.Tensor):
-            return f"a tensor in the capture, {now!r:.40} now"
+            return f"a tensor in the capture and is {now!r:.40} now"
         if now.shape != was.shape:
-            return f"of shape {tuple(was.shape)} in the capture, of shape {tuple(now.shape)} now"
+            return (
+                f"of shape {tuple(was.shape)} in the capture and is of shape {tuple(now.shape)} now"
+            )
         if now.dtype is not was.dtype or now.device != was.device:
-            return f"{was.dtype} on {was.device} in the capture, {now.dtype} on {now.device} now"
+            return (
+                f"a {was.dtype} tensor on {was.device} in the capture and is a {now.dtype} tensor "
+                f"on {now.device} now"
+            )
         if now.stride() != self.stride:
-            return f"a tensor with strides {self.stride} in the capture, {now.stride()} now"
+            return f"a tensor with strides {self.stride} in the capture and has {now.stride()} now"
         if not self.is_copied and now.data_ptr() != was.data_ptr():
-            return "in existing memory in the capture, in other memory now"
+            return "in existing memory in the capture and is in different memory now"
         return ""
 
 
@@ -138,9 +148,10 @@ class EagerCall:
         else:
             leaves, structure = flatten(value)
             if structure != self.structure:
-                problem = "the same number of values, in a different structure"
+                problem = "the values have a different structure than in the capture"
                 if len(leaves) != len(results):
-                    problem = f"{len(results)} values in the capture, {len(leaves)} now"
+                    got = counted(len(leaves), "value")
+                    problem = f"the call returned {got} instead of {len(results)}"
                 raise DifferentResultError(self.line, problem)
         copies = []
         for number, (result, leaf) in enumerate(zip(results, leaves, strict=True)):

@@ -16,7 +16,7 @@ from dispatchkit.backends.optional import (
     features_of,
 )
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
-from dispatchkit.errors import CaptureError
+from dispatchkit.errors import CaptureError, counted
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.pacing import REHEARSAL, paced_step, releasing_lock_at_end
 from dispatchkit.execute.capture.segments import ArgumentHolder, Operators, SegmentRecorder
@@ -254,10 +254,11 @@ def _warn_of_uncompiled_code(graph: WatchedGraph, compiled: CompiledCode) -> Non
     ran_plainly = graph.num_plain_operations
     if ran_plainly >= compiled.num_operations:
         warn_at_call(
-            f"All {ran_plainly} operations of the step's torch.compile functions ran uncompiled in "
-            "the capture, so the graph contains eager kernels. TORCH_LOGS=dynamo,recompiles shows "
-            "why. Code that was called under a dispatch mode, or that exceeded "
-            "torch._dynamo.config.recompile_limit, stays uncompiled until torch._dynamo.reset().",
+            "No operation of the step's torch.compile functions ran compiled in the capture "
+            f"({ran_plainly} ran uncompiled), so the graph contains eager kernels. "
+            "TORCH_LOGS=dynamo,recompiles shows why. Code that was called under a "
+            "dispatch mode, or that exceeded torch._dynamo.config.recompile_limit, stays "
+            "uncompiled until torch._dynamo.reset().",
             UncompiledCodeWarning,
         )
 
@@ -290,8 +291,8 @@ class SharedOutputs:
         targets = self._targets or [None] * len(leaves)
         if len(targets) != len(leaves):
             raise CaptureError(
-                f"The step returned {len(leaves)} values in the capture, but {len(targets)} in the "
-                "warmup. Return the same structure in both.",
+                f"The step returned {counted(len(leaves), 'value')} in the capture, but "
+                f"{len(targets)} in the warmup. Return the same structure in both.",
                 reason="output_layout",
             )
         for target, leaf in zip(targets, leaves, strict=True):

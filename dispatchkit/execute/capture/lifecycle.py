@@ -20,7 +20,7 @@ import torch
 
 from dispatchkit.backends.capture_errors import clear_traceback
 from dispatchkit.dispatch import Reason
-from dispatchkit.errors import CaptureError, RegistryError
+from dispatchkit.errors import CaptureError, RegistryError, counted
 from dispatchkit.execute.capture.background import BackgroundCapture
 from dispatchkit.execute.capture.budget import MemoryBudget, OverBudgetError
 from dispatchkit.execute.capture.capture import Capturer
@@ -182,7 +182,7 @@ class Lifecycle:
             if not self._registry.is_enabled(key):
                 skipped[key] = Reason.DISABLED
             elif entry.state is KeyState.FAILED and self._retries.is_over(entry) and not again:
-                skipped[key] = f"failed {entry.attempts} times: {entry.reason}"
+                skipped[key] = f"failed {counted(entry.attempts, 'time')}: {entry.reason}"
             else:
                 wanted.append(key)
         wanted.sort(key=largest_first)
@@ -234,7 +234,7 @@ class Lifecycle:
         if key.mode not in self._modes or not self._registry.is_enabled(key):
             return Reason.DISABLED, ()
         if entry.state is KeyState.FAILED and self._retries.is_over(entry):
-            return f"failed {entry.attempts} times: {entry.reason}", ()
+            return f"failed {counted(entry.attempts, 'time')}: {entry.reason}", ()
         if not self._budget.has_slot():
             return self._budget.refusal, ()
         beside = self._lane.backend.capabilities.steps_during_captures

@@ -45,6 +45,7 @@ import attrs
 import torch
 
 from dispatchkit.dispatch import Reason
+from dispatchkit.errors import counted
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError, RowProof
 from dispatchkit.execute.capture.effects import bits_equal
 from dispatchkit.execute.capture.pacing import PROOF, WARMUP
@@ -386,7 +387,8 @@ class RowProver:
             index = self._depends_on_tail(trial, most, behind, filled)
         if index is not None:
             trial.has_overflown = trial.rows.is_free and _has_overflown(behind, filled)
-            return f"output {index} of {most} rows depends on the rows after them"
+            rows = counted(most, "row")
+            return f"output {index} of a batch of {rows} depends on the padding after it"
         if any(graph.has_random_state for graph in trial.captured.graphs):
             return ""  # unlike eager, the graph also draws for padding rows
         # Flags that contain fill may hide all positions; results may then legitimately differ.
@@ -398,7 +400,8 @@ class RowProver:
             if found:
                 wanted = trial.kept(one.leaves, count)
                 trial.has_overflown = trial.rows.is_free and _has_overflown(noisy[count], wanted)
-                return f"{found} differs from eager for {count} rows, independent of the padding"
+                rows = counted(count, "row")
+                return f"{found} differs from eager for {rows}, whatever the padding contains"
         return ""
 
     def _draws_alike(self, trial: _Trial, eager: Mapping[int, _Outputs]) -> bool:
@@ -551,16 +554,16 @@ class _Outputs:
     def describe_mismatch(self, layout: OutputLayout, count: int) -> str:
         """Describe the first difference from a layout."""
         index = None if self.structure != layout.structure else self._first_mismatch(layout, count)
+        rows = counted(count, "row")
         if index is None:
-            return f"the outputs have a different structure in an eager run of {count} rows"
+            return f"the outputs have a different structure in an eager run of {rows}"
         leaf, one = self.leaves[index], layout.leaves[index]
         if not isinstance(leaf, torch.Tensor):
-            return f"output {index} is {leaf!r:.60} in an eager run of {count} rows"
+            return f"output {index} is {leaf!r:.60} in an eager run of {rows}"
         want = tuple(count if size is None else size for size in one.shape)
         shape = tuple(leaf.shape)
         return (
-            f"output {index} has shape {shape} in an eager run of {count} rows, but {want} in the "
-            "graph"
+            f"output {index} has shape {shape} in an eager run of {rows}, but {want} in the graph"
         )
 
     def _first_mismatch(self, layout: OutputLayout, count: int) -> int | None:

@@ -38,7 +38,7 @@ class CaptureReport:
         text = f"{graphs} captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
         for what, keys in (("failed", self.failed), ("skipped", self.skipped)):
             for key, reason in list(keys.items())[:1]:
-                text += f"\n{len(keys)} {what}, first {key}: {reason}"
+                text += f"\n{counted(len(keys), 'key')} {what}, first {key}: {reason}"
         return text
 
     @classmethod

@@ -535,7 +535,7 @@ class Warmups:
         except Exception as error:
             raise CaptureError(
                 f"The step raised an error in a run with {counted(other, 'row')} that measures its "
-                "outputs. Fix the step, or declare output_batch_dims to skip this run. "
+                "outputs. Fix the step, or declare output_batch_dims to skip this run. Cause: "
                 f"{type(error).__name__}: {error}",
                 key=str(key),
                 reason="output_layout",

@@ -78,7 +78,7 @@ class Buckets:
 
     def __str__(self) -> str:
         if self.is_planned:
-            return f"in {', '.join(map(str, self.sizes))}"
+            return f"padded to {', '.join(map(str, self.sizes))}"
         return f"<= {self.sizes[-1]}"
 
 

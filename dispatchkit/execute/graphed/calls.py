@@ -273,7 +273,7 @@ class GraphedCalls:
         if not num_graphs and not form.has_graphs():
             warn_at_call(
                 f"No graph was captured for {form}, so its calls run eager. "
-                "print(fast.graphed.runners[-1]) shows the reason for each size.",
+                "To see the reason for each size, print the function's .graphed.runners[-1].",
                 EagerStepWarning,
             )
         return num_graphs
@@ -518,7 +518,12 @@ class GraphedCalls:
             odd = sorted(set(declared) - set(names))
             if odd:
                 hint = "Correct the names, or remove them from batch_dims."
-                raise ConfigError("batch_dims", odd, f"names of tensors in the call: {names}", hint)
+                raise ConfigError(
+                    "batch_dims",
+                    odd,
+                    f"keyed by names of tensors in the call ({', '.join(names)})",
+                    hint,
+                )
             dims = [declared.get(name) for name in names]
         else:
             dims = [declared if one.dim() else None for one in tensors]  # type: ignore[misc]
@@ -577,17 +582,23 @@ class GraphedCalls:
                 shapes.setdefault(name, set()).add(text)
             for at, value in enumerate(form.constants):
                 values.setdefault(at, set()).add(f"{value!r:.30}")
-        varied = [f"{name} was {_some(found)}" for name, found in shapes.items() if len(found) > 1]
+        varied = [
+            f"tensor {name} was {_some(found)}" for name, found in shapes.items() if len(found) > 1
+        ]
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
             varied.append(f"a value was {_some(found)} (pass it as a tensor)")
         return (
-            f"The limit of {len(forms)} forms of calls with graphs is reached: "
-            f"{'; '.join(varied)}. For sizes, declare GraphRunner(..., axes=[Axis(...)])."
+            f"The maximum of {len(forms)} forms of calls (combinations of shapes and values) is "
+            f"reached: {'; '.join(varied)}. To let sizes share graphs, use GraphRunner(..., "
+            "axes=[Axis(...)])."
         )
 
     def _warn(self, message: str) -> None:
-        warn_at_call(f"{message} Warned once; stats() counts these calls.", EagerStepWarning)
+        warn_at_call(
+            f"{message} Warned once; the function's .graphed.stats() counts these calls.",
+            EagerStepWarning,
+        )
 
     def _run_probe(
         self, probe: _GradientProbe, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -623,8 +634,8 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     lanes = lanes if isinstance(lanes, Lanes) else Lanes(lanes)
     given = settings.get("memory")
     if given is not None and lanes.memory is not None:
-        hint = "Remove one of them."
-        raise ConfigError("memory", given, "omitted if lanes= has a memory", hint)
+        hint = "Pass only one of them."
+        raise ConfigError("memory", given, "omitted if lanes contains a memory", hint)
     group = MemoryGroup.of(lanes.memory if given is None else given)
     if group is None:
         limits = options.memory
@@ -655,5 +666,5 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 def _some(found: Iterable[str]) -> str:
     """Return the first three values as text, with the number of further values."""
     ordered = sorted(found)
-    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    more = f" or one of {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

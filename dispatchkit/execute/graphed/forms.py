@@ -317,8 +317,8 @@ def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
         if path not in before or path not in after or before[path] is not after[path]
     ]
     raise CaptureError(
-        f"The step writes {', '.join(changed[:3])} to a container of its arguments, which a replay "
-        "would not do. Return the new value, and write it outside the step.",
+        f"The step changes elements of its arguments ({', '.join(changed[:3])}), which a replay "
+        "would not do. Return the new values, and assign them outside the step.",
         reason=Reason.CONTAINER_WRITTEN,
     )
 

@@ -110,7 +110,7 @@ def graphed(
     _check_example(example)
     options = settings.pop("options", RunnerOptions())
     if not isinstance(options, RunnerOptions):
-        raise ConfigError("options", options, "RunnerOptions")
+        raise ConfigError("options", options, "a RunnerOptions object")
     if check_flag(pieces, "pieces"):
         if "mode" in settings or "mode" in changed_settings(options.config):
             hint = "pieces=True selects mode='PIECEWISE'. Omit one of them."
@@ -150,12 +150,15 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     known = set(inspect.signature(GraphRunner).parameters) - _DERIVED_ARGUMENTS
     for name in settings:
         if name in _DERIVED_ARGUMENTS:
-            allowed = "omitted, because inputs are derived from calls"
-            hint = "To capture in advance, pass the arguments of a call as example=."
+            allowed = "omitted in graphed()"
+            hint = (
+                "Inputs are derived from calls. To capture in advance, pass the arguments of a "
+                "call as example=."
+            )
             raise ConfigError(name, settings[name], allowed, hint)
         if name not in known:
             own = inspect.signature(graphed).parameters
-            raise UnknownNameError("setting of graphed", name, known.union(own) - {"settings"})
+            raise UnknownNameError("setting of graphed()", name, known.union(own) - {"settings"})
 
 
 def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
@@ -177,7 +180,7 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
     for dim in dims:
         if dim is None or whole_number(dim) is not None or (dim is batch_dims and dim == DERIVED):
             continue
-        allowed = f"the index of a dimension, None, {DERIVED!r}, or a dictionary by name"
+        allowed = f"the index of a dimension, None, {DERIVED!r}, or a dictionary by tensor name"
         hint = "For example, pass {'x': 0, 'mask': None}."
         raise ConfigError("batch_dims", batch_dims, allowed, hint)
 
@@ -185,5 +188,5 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
 def _check_example(example: Any) -> None:
     # Sequence would accept a tensor.
     if example is not None and not isinstance(example, tuple | list | Mapping):
-        allowed = "the arguments of a call: a tuple, or a dictionary by name"
+        allowed = "a tuple with the arguments of a call, or a dictionary of them by name"
         raise ConfigError("example", example, allowed, "For a single argument, pass (x,).")

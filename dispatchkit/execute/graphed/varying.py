@@ -146,7 +146,7 @@ def prove_padding(
         try:
             found = _difference(half, whole, run(short), run(filled), run(kept))
         except Exception as error:  # noqa: BLE001 - any error shows that padding is unsupported
-            found = f"the target raised {type(error).__name__}: {error}"
+            found = f"the function raised {type(error).__name__}: {error}"
         if not found:
             return PaddingProof(tuple(fill.value for fill in chosen))
         problem = problem or found

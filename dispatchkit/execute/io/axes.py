@@ -68,7 +68,7 @@ class AxisInputs:
                 raise ConfigError(
                     "axes",
                     name,
-                    "names other than those of inputs and reserved keywords of calls",
+                    "named differently from the inputs and the reserved keywords of calls",
                     "Rename the axis.",
                 )
         for name, spec in self._specs.items():
@@ -78,7 +78,7 @@ class AxisInputs:
                     raise ConfigError(
                         f"inputs[{name!r}]",
                         spec.shape,
-                        f"a shape with declared axes ({known})",
+                        f"declared with a shape of declared axes ({known})",
                         "Correct the name, or add the axis to DispatchConfig(axes=...).",
                     )
         used = {axis_of(size)[0] for spec in self._specs.values() for size in spec.named}
@@ -226,7 +226,7 @@ class AxisInputs:
                 raise CaptureError(
                     f"The step raised an error in a run with {axis.name}={other[index]} that "
                     "measures its outputs. Fix the step, or declare the axis exact to skip this "
-                    f"run. {type(error).__name__}: {error}",
+                    f"run. Cause: {type(error).__name__}: {error}",
                     key=str(key),
                     reason="output_layout",
                 ) from error

@@ -100,7 +100,7 @@ class InputBuffers:
             raise ConfigError(
                 "num_rows",
                 num_rows,
-                f"from 0 to {self.num_rows}, the number of rows in the buffers",
+                f"a number from 0 to {self.num_rows}, the number of rows in the buffers",
             )
         views = list(self.tensors)
         for index, dim in self.inputs.batched:

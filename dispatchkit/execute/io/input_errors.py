@@ -43,7 +43,8 @@ def bind_or_raise(
     if missing:
         raise InputError(
             missing[0],
-            f"Missing input {', '.join(map(repr, missing))}. Pass all of: {listing}.",
+            f"Missing input{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}. Pass all "
+            f"of: {listing}.",
         )
     return [given[name] for name in names]
 

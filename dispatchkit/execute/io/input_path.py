@@ -23,7 +23,7 @@ import attrs
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend
 from dispatchkit.backends.optional import CopyNode, CopyNodeBackend, features_of
-from dispatchkit.errors import ReplayError
+from dispatchkit.errors import ReplayError, counted
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.staging import StagingBuffers
 
@@ -202,7 +202,8 @@ def _offsets(
     """Return the offsets of host inputs in a node's data, and the reason if they do not fit."""
     if len(host) > room:
         return {}, (
-            f"the copy node has room for {max(room, 0)} host inputs, but the graph has {len(host)}"
+            f"the copy node has room for {counted(max(room, 0), 'host input')}, but the graph has "
+            f"{len(host)}"
         )
     offsets, end = {}, 0
     for index in host:

@@ -56,14 +56,14 @@ class InputSet:
                 raise ConfigError(
                     f"inputs[{name!r}]",
                     spec.shape,
-                    "a shape without axis names, because the runner declares no axes",
-                    "Add the axes to DispatchConfig(axes=...).",
+                    "declared with a shape without axis names",
+                    "The runner declares no axes. Add them to DispatchConfig(axes=...).",
                 )
             if name in RESERVED_NAMES or not str(name).isidentifier():
                 raise ConfigError(
                     "inputs",
                     name,
-                    f"Python identifiers other than {sorted(RESERVED_NAMES)}",
+                    f"named by Python identifiers other than {', '.join(sorted(RESERVED_NAMES))}",
                     "Rename the input.",
                 )
         self.specs: dict[str, StaticInput] = dict(specs)

@@ -214,8 +214,8 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
     dims = [batch_dims] * len(leaves) if whole else tree_leaves(batch_dims)
     if len(dims) != len(leaves):
         raise CaptureError(
-            f"output_batch_dims has {len(dims)} entries, but the step returns {len(leaves)} "
-            "outputs. Declare one entry per output.",
+            f"output_batch_dims declares {counted(len(dims), 'output')}, but the step returns "
+            f"{len(leaves)}. Declare one entry per output.",
             reason="output_layout",
         )
     found = []

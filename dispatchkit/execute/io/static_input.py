@@ -46,7 +46,7 @@ def axis_of(size: str) -> tuple[str, int]:
     found = _OF_AXIS.fullmatch(size)
     if found is None:
         raise ConfigError(
-            "shape", size, "an axis, or an axis plus or minus a number, such as 'requests + 1'"
+            "shape", size, "made of None, numbers, and axes such as 'requests' or 'requests + 1'"
         )
     more = int(found["more"] or 0)
     return found["axis"], -more if found["sign"] == "-" else more
@@ -115,7 +115,7 @@ class StaticInput:
                 raise ConfigError(
                     "fill",
                     self.fill,
-                    "a value, unless the input is along an axis and not batched",
+                    "a number unless the input is along an axis and not batched",
                     "Padding rows must have the same value in every step.",
                 )
         elif not _is_value_of(self.fill, self.dtype):

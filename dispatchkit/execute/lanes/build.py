@@ -37,7 +37,7 @@ def check_lanes(spec: RunnerSpec) -> None:
     """
     count = spec.num_lanes
     if type(count) is not int or count < 1:
-        raise ConfigError("lanes", count, "a whole number of at least 1, or Lanes")
+        raise ConfigError("lanes", count, "a whole number of at least 1, or a Lanes object")
     if count == 1:
         return
     if spec.options.check:
@@ -168,7 +168,8 @@ def _lane_policy(
             hint = "Lanes already has a policy. Omit lane_policy and lane_policy_options."
             raise ConfigError("lane_policy", options.lane_policy, "given in only one place", hint)
         if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
-            raise ConfigError("lane policy", policy, "an object with choose()")
+            hint = f"Pass an instance: {policy.__name__}()." if isinstance(policy, type) else ""
+            raise ConfigError("lane policy", policy, "an object with choose()", hint)
         return policy, "", plugins
     if plugins is None:
         from dispatchkit.plugins import load_plugins

@@ -18,7 +18,7 @@ import attrs
 
 from dispatchkit.dispatch import Policy, policy_name
 from dispatchkit.dispatch.acceptance import Proposal
-from dispatchkit.errors import SwapError
+from dispatchkit.errors import SwapError, counted
 from dispatchkit.execute.capture.report import largest_first
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapRequests, no_change_error
@@ -65,7 +65,7 @@ class SwapReport:
     def __str__(self) -> str:
         return (
             f"epoch {self.epoch}: policy {self.policy} (before: {self.previous}), "
-            f"{len(self.added)} keys added ({len(self.captured)} captured ahead), "
+            f"{counted(len(self.added), 'key')} added ({len(self.captured)} captured ahead), "
             f"{len(self.removed)} removed"
         )
 

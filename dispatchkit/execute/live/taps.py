@@ -74,7 +74,7 @@ class StepTaps:
             ConfigError: The listener is neither a function nor None.
         """
         if listener is not None and not callable(listener):
-            raise ConfigError("listener", listener, "a function of a decision, or None")
+            raise ConfigError("listener", listener, "a function that takes a decision, or None")
         with self._lock:
             self._listener = listener
             self._connect()
@@ -94,7 +94,7 @@ class StepTaps:
             for name in ("enter", "leave"):
                 if not callable(getattr(watcher, name, None)):
                     raise ConfigError(
-                        "watcher", watcher, "None, or an object with methods enter and leave"
+                        "watcher", watcher, "an object with methods enter and leave, or None"
                     )
         with self._lock:
             self.watcher = watcher

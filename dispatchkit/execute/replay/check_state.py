@@ -95,8 +95,9 @@ class StateCheck:
             if wrong.number:
                 got, eager = (comparable(one[wrong.first]).item() for one in (replayed[name], want))
                 found.append(
-                    f"{wrong.number} of {want.numel()} elements of {name} differ, the first at "
-                    f"{wrong.first}: {got} in the replay, {eager} in eager."
+                    f"{wrong.number} of {want.numel()} elements of {name} "
+                    f"differ{'s' * (wrong.number == 1)}, the first at {wrong.first}: {got} "
+                    f"in the replay, {eager} in eager."
                 )
                 if not wrong.is_any_by_rows:
                     found.append(
@@ -127,8 +128,8 @@ class StateCheck:
         if len(set(sizes)) == 1:
             return ""
         return (
-            f"{name} was resized: {sizes[0]} elements when last compared, {sizes[1]} before the "
-            f"step, {sizes[2]} after the replay, {sizes[3]} after eager."
+            f"{name} was resized. Its numbers of elements: {sizes[0]} when last compared, "
+            f"{sizes[1]} before the step, {sizes[2]} after the replay, {sizes[3]} after eager."
         )
 
     def _compare(

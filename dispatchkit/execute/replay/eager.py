@@ -172,9 +172,9 @@ class EagerRunner:
             return
         near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
-        what = counted(num_tokens, "token") + (f" (graph {missed})" if missed else "")
+        what = counted(num_tokens, "token") + (f" (key {missed})" if missed else "")
         then = self._next_step(reason, missed)
-        have = f"Nearest captured: {', '.join(nearest) or 'none'}. {then}"
+        have = f"Nearest captured keys: {', '.join(nearest) or 'none'}. {then}"
         if self.strict:
             raise NoGraphError(
                 f"A step of {what} has no graph to run: {reason}. {have} "

@@ -116,7 +116,9 @@ def eager_region(fn: Any = None) -> Any:
     if fn is None:
         return _EagerBlock()
     if not callable(fn):
-        raise ConfigError("fn", fn, "a function, or omitted", "Write `with eager_region():`.")
+        raise ConfigError(
+            "fn", fn, "a function, or omitted", "For a block, write `with eager_region():`."
+        )
 
     @functools.wraps(fn)
     def eager(*args: Any, **kwargs: Any) -> Any:

@@ -153,7 +153,7 @@ class Step:
                 "inputs",
                 idle,
                 "parameters of the step",
-                f"The step has: {', '.join(sorted(taken)) or 'none'}.",
+                f"The step's parameters are: {', '.join(sorted(taken)) or 'none'}.",
             )
 
     @property

@@ -27,8 +27,9 @@ class NvtxRanges:
             torch.cuda.nvtx.mark(f"{prefix}ranges begin")
         except RuntimeError as error:
             raise BackendUnavailableError(
-                f"NVTX ranges require a CUDA build of torch, got {torch.__version__} without NVTX. "
-                "Install a CUDA build, or watch steps with dispatchkit.observe.Timeline."
+                f"NVTX ranges require a CUDA build of torch, but torch {torch.__version__} is "
+                "built without NVTX. Install a CUDA build, or watch steps with "
+                "dispatchkit.observe.Timeline."
             ) from error
 
     def enter(self, decision: Decision, lane: int) -> None:

@@ -81,12 +81,12 @@ NEXT_STEPS: Mapping[str, str] = {
         "The policy returned None for these batches. Use the composite policy with this policy "
         "before vllm, which then decides these batches."
     ),
-    Reason.POLICY_ERROR: "The policy broke its contract; runner.explain() shows how.",
+    Reason.POLICY_ERROR: "The policy violated its contract; runner.explain() shows how.",
     Reason.REPLAY_FAILED: "print(runner) shows the error of the replay.",
     Reason.CHECK_FAILED: "print(runner) shows how the replay differed from eager.",
     Reason.CALL_DIFFERS: (
-        "A function under @eager_region returned other shapes, types, strides or values than in "
-        "the capture; runner.stats().differing_calls shows where."
+        "A function under @eager_region returned different shapes, types, strides or values "
+        "than in the capture; runner.stats().differing_calls shows where."
     ),
     Reason.PYTHON_STATE: (
         "print(runner) names the attribute, the class and, if known, the line. Keep this state in "

@@ -34,21 +34,21 @@ from dispatchkit.backends.watching.dispatch_mode import (
     tensors_in,
 )
 from dispatchkit.backends.watching.host_sync import run_composite
-from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.errors import CaptureError, ConfigError, counted
 from dispatchkit.keys.checks import refuses_unknown_names
 
 
 def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
     """Convert a list of tensors to a tuple; reject a single tensor, which is also iterable."""
     if isinstance(value, torch.Tensor):
-        hint = f"Put the tensor into a list: {name}=[cache]."
+        hint = f"Put the tensor into a list: {name}=[tensor]."
         raise ConfigError(name, value, "a list of tensors", hint)
     if not isinstance(value, Iterable):
         raise ConfigError(name, value, "a list of tensors")
     tensors = tuple(value)
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(name, tensor, "a list of tensors")
+            raise ConfigError(f"{name}[{index}]", tensor, "a tensor")
     return tensors
 
 
@@ -63,13 +63,13 @@ def _scratch(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def _generators(generators: Iterable[torch.Generator]) -> tuple[torch.Generator, ...]:
     if isinstance(generators, torch.Generator):
         hint = "Put the generator into a list: generators=[generator]."
-        raise ConfigError("generators", "Generator", "a list of generators", hint)
+        raise ConfigError("generators", generators, "a list of torch.Generator objects", hint)
     if not isinstance(generators, Iterable):
-        raise ConfigError("generators", generators, "a list of torch.Generator")
+        raise ConfigError("generators", generators, "a list of torch.Generator objects")
     found = tuple(generators)
-    for generator in found:
+    for index, generator in enumerate(found):
         if not isinstance(generator, torch.Generator):
-            raise ConfigError("generators", generator, "a list of torch.Generator")
+            raise ConfigError(f"generators[{index}]", generator, "a torch.Generator")
     return found
 
 
@@ -98,8 +98,9 @@ class StepState:
     def __repr__(self) -> str:
         # Tensors are only counted, because printing a tensor waits for the device.
         return (
-            f"<StepState of {len(self.tensors)} tensors, {len(self.scratch)} scratch tensors, "
-            f"{len(self.generators)} generators>"
+            f"<StepState of {counted(len(self.tensors), 'tensor')}, "
+            f"{counted(len(self.scratch), 'scratch tensor')}, "
+            f"{counted(len(self.generators), 'generator')}>"
         )
 
 
@@ -359,9 +360,9 @@ class WriteWatch(OperationMode):
     def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
         if tensor in self._inputs:
             raise CaptureError(
-                f"The step writes to one of its inputs with {operation}. Eager would change the "
-                "caller's tensor, but a graph changes only its static copy. Clone the input in the "
-                "step, or declare the tensor as state instead of as an input.",
+                f"The step writes to one of its inputs with {operation}. An eager step would "
+                "change the caller's tensor, but a graph changes only its static copy. Clone the "
+                "input in the step, or declare the tensor as state instead of as an input.",
                 reason="input_written",
             )
         if self._check_write is not None:
