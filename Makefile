@@ -47,7 +47,7 @@ test: $(READY) ## Run all tests except slow tests and GPU tests
 # Many slow tests wait for other processes, and one test takes minutes by itself.
 test-slow: WORKERS = 3
 test-slow: export PYTEST_TIMEOUT := 900
-test-slow: $(READY) ## Run the slow tests: package builds, full vectors, many processes
+test-slow: $(READY) ## Run the slow tests: package builds, all golden vectors, many processes
 	$(PYTEST) $(SHARED) --no-loadscope-reorder -m "slow and not gpu" $(ARGS)
 
 nightly: export HYPOTHESIS_PROFILE := nightly
