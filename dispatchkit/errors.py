@@ -117,7 +117,11 @@ class DispatchkitError(Exception):
 
 
 class ConfigError(DispatchkitError, ValueError):
-    """A setting has an invalid value.
+    """A setting has an invalid value, or an operation is invalid in the current state.
+
+    The message is ``SETTING must be ALLOWED, got VALUE.``, followed by ``hint``, the next step. For
+    errors that are not about a wrong value, such as a file that cannot be read, ``message``
+    replaces the first sentence.
 
     Attributes:
         setting: Name of the setting, as written by the user.
@@ -129,12 +133,14 @@ class ConfigError(DispatchkitError, ValueError):
     value: Any
     allowed: str
 
-    def __init__(self, setting: str, value: Any, allowed: str, hint: str = "") -> None:
+    def __init__(
+        self, setting: str, value: Any, allowed: str, hint: str = "", *, message: str = ""
+    ) -> None:
         self.setting, self.value, self.allowed = setting, value, allowed
         # If a required value is missing, "got None" adds nothing.
         is_missing = value is None and allowed.startswith("given")
         got = "" if is_missing else f", got {_shown(value)}"
-        text = f"{setting} must be {allowed}{got}."
+        text = message or f"{setting} must be {allowed}{got}."
         super().__init__(f"{text} {hint}" if hint else text)
 
 
@@ -167,6 +173,9 @@ class UnknownNameError(ConfigError, LookupError):
 class DescriptorError(DispatchkitError, ValueError):
     """A property of a batch is impossible or exceeds the configured limits.
 
+    The message is ``FIELD must be ALLOWED, got VALUE.``, or ``message`` if given, followed by
+    ``hint``, the next step.
+
     Attributes:
         field: Name of the property, such as ``num_tokens``, ``num_reqs`` or ``loras``.
         value: The given value.
@@ -177,9 +186,11 @@ class DescriptorError(DispatchkitError, ValueError):
     value: Any
     allowed: str
 
-    def __init__(self, field: str, value: Any, allowed: str, hint: str = "") -> None:
+    def __init__(
+        self, field: str, value: Any, allowed: str, hint: str = "", *, message: str = ""
+    ) -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        text = f"{field} must be {allowed}, got {_shown(value)}."
+        text = message or f"{field} must be {allowed}, got {_shown(value)}."
         super().__init__(f"{text} {hint}" if hint else text)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from dispatchkit.errors import ConfigError, DispatchkitError
+from dispatchkit.errors import ConfigError, DispatchkitError, shortened
 
 __all__ = [
     "check_output",
@@ -90,15 +90,23 @@ def check_output(
             if stat.S_ISDIR(mode):
                 raise ConfigError("output", shown, "a file, not a folder")
             if not os.access(target, os.W_OK):
-                raise ConfigError("output", shown, "a file that can be written")
+                raise ConfigError("output", shown, "a file with write permission")
             if not stat.S_ISREG(mode):
                 return  # devices and pipes are opened, not replaced
             if not overwrite:
-                raise ConfigError("output", shown, "a file that does not exist yet", hint)
+                raise ConfigError(
+                    "output",
+                    shown,
+                    "a file that does not exist yet",
+                    hint,
+                    message=f"Output {shown!r} already exists.",
+                )
         if not target.parent.is_dir():
-            raise ConfigError("output", shown, "in an existing folder")
+            raise ConfigError(
+                "output", shown, "in an existing folder", f"Create the folder {target.parent}."
+            )
         if not os.access(target.parent, os.W_OK | os.X_OK):
-            raise ConfigError("output", shown, "in a folder that can be written")
+            raise ConfigError("output", shown, "in a folder with write permission")
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -123,7 +131,9 @@ def _is_same(target: Path, source: StrPath) -> bool:
 
 def _unwritable(path: StrPath, error: OSError | ValueError) -> ConfigError:
     why = getattr(error, "strerror", None) or str(error)
-    return ConfigError("output", os.fspath(path), f"a file that can be written ({why})")
+    shown = shortened(repr(os.fsdecode(path)))
+    message = f"Output {shown} cannot be written: {why}. Check the path."
+    return ConfigError("output", os.fspath(path), "a file that can be written", message=message)
 
 
 def _part_name(target: Path, number: int) -> str:

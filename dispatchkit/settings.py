@@ -73,8 +73,11 @@ def _outputs(value: Any, name: str) -> str:
 
 def _names(value: Any, name: str) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+    if not isinstance(parts, list | tuple):
         raise ConfigError(name, value, "a list of names")
+    for at, part in enumerate(parts):
+        if not isinstance(part, str):
+            raise ConfigError(f"{name}[{at}]", part, "a name")
     return tuple(part.strip() for part in parts if part.strip())
 
 
@@ -424,7 +427,7 @@ def load_settings(
     """
     for name, one in (("given", given), ("environ", environ), ("sources", sources)):
         if one is not None and not isinstance(one, Mapping):
-            raise ConfigError(name, one, "a dictionary by name, or None")
+            raise ConfigError(name, one, "a dictionary of values by name, or None")
     for name, path_given in (("file", file), ("start", start)):
         if path_given is not None:
             check_path(path_given, name)
@@ -499,7 +502,11 @@ def _read_file(
         table = _table(path)
         if table is None:
             raise ConfigError(
-                "configuration file", str(path), "a TOML file with a table [tool.dispatchkit]"
+                "configuration file",
+                str(path),
+                "a TOML file with a table [tool.dispatchkit]",
+                message=f"Configuration file {str(path)!r} has no table [tool.dispatchkit]. Add "
+                "the table, or choose a different file.",
             )
         return path, table
     try:
@@ -521,16 +528,31 @@ def _table(path: Path) -> Mapping[str, Any] | None:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            "configuration file", str(path), f"a file that can be read ({error.strerror})"
+            "configuration file",
+            str(path),
+            "a file that can be read",
+            message=f"Configuration file {str(path)!r} cannot be read: {error.strerror}. Check the "
+            "path.",
         ) from error
     if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError("configuration file", str(path), f"at most {_MAX_FILE_BYTES} bytes")
+        raise ConfigError(
+            "configuration file",
+            str(path),
+            f"at most {_MAX_FILE_BYTES} bytes",
+            message=f"Configuration file {str(path)!r} has more than {_MAX_FILE_BYTES:,} bytes, "
+            "the limit. Choose a different file.",
+        )
     try:
         data = tomllib.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError("configuration file", str(path), f"TOML ({error})") from error
+        raise ConfigError(
+            "configuration file",
+            str(path),
+            "TOML",
+            message=f"Configuration file {str(path)!r} is not valid TOML: {error}.",
+        ) from error
     tools = data.get("tool", {})
     table = tools.get("dispatchkit") if isinstance(tools, Mapping) else None
     if table is not None and not isinstance(table, Mapping):
-        raise ConfigError("tool.dispatchkit", table, f"a table ({path})")
+        raise ConfigError("tool.dispatchkit", table, f"a table in {path}")
     return table

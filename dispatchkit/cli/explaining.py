@@ -108,10 +108,13 @@ def explain_batch(
     Example: dispatchkit explain --trace trace.csv.gz --policy vllm
     """
     if num_tokens is None and trace is None:
-        hint = "Next: dispatchkit explain --help."
-        raise ConfigError("N, a number of tokens, or --trace FILE", None, "given", hint)
+        message = (
+            "Give the number of tokens N of a batch, or --trace FILE. Next: dispatchkit explain "
+            "--help."
+        )
+        raise ConfigError("N", None, "given", message=message)
     if num_tokens is not None and trace is not None:
-        raise ConfigError("N", num_tokens, "omitted with --trace, which contains the batches")
+        raise _not_with_trace("N", num_tokens)
     batch_tokens = None if num_tokens is None else check_count(num_tokens, "N", minimum=0)
     highest = RuntimeMode.parse(ceiling, "--ceiling")
     settings = settings_of(
@@ -132,14 +135,15 @@ def explain_batch(
         facts |= {"--loras": loras, "--value": values}
         for flag, value in facts.items():
             if value:
-                raise ConfigError(flag, value, "omitted with --trace, which contains the batches")
+                raise _not_with_trace(flag, value)
         if highest is not RuntimeMode.FULL:
-            raise ConfigError("--ceiling", ceiling, "omitted with --trace")
+            raise _not_with_trace("--ceiling", ceiling)
         explain_trace = load_attribute("explain_trace", "explain --trace")
         explain_trace(trace, settings, show_all=show_all, as_json=as_json)
         return
     if show_all:
-        raise ConfigError("--all", show_all, "omitted without --trace")
+        message = "--all needs --trace FILE."
+        raise ConfigError("--all", show_all, "omitted without --trace", message=message)
     config = _config_for_batch(settings, batch_tokens or 0, loras)
     variant = _variant(config, loras, values or ())
     dispatcher = dispatcher_of(settings, config)
@@ -154,6 +158,16 @@ def explain_batch(
         print_json(answer.to_json())
     else:
         show(answer, console())
+
+
+def _not_with_trace(option: str, value: Any) -> ConfigError:
+    return ConfigError(
+        option,
+        value,
+        "omitted with --trace",
+        message=f"{option} cannot be combined with --trace, which explains all batches of a file. "
+        "Omit one of them.",
+    )
 
 
 def _cost_model(settings: Settings) -> CostModel | None:
@@ -187,12 +201,17 @@ def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
     for pair in values:
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not equals or name in given or not (text.isascii() and text.isdecimal()):
-            raise ConfigError("--value", pair, "AXIS=N with a whole number, once per axis")
+            raise ConfigError("--value", pair, "AXIS=N, where N is a whole number, once per axis")
         given[name] = check_count(int(text[:20]), name, minimum=0)
     if not given and not config.axes:
         return loras
     if given and not config.axes:
-        raise ConfigError("--value", list(values), "omitted if --axes declares no axis")
+        raise ConfigError(
+            "--value",
+            list(values),
+            "omitted if --axes declares no axis",
+            message="--value needs an axis. Declare it with --axes NAME=A,B.",
+        )
     return config.variant(loras, **given)
 
 

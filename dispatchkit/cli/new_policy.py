@@ -68,8 +68,8 @@ def new_policy(
     """
     taken = load_installed_plugins().policies.get(name)
     if taken is not None:
-        hint = f"{taken.origin} has a policy with this name. Choose another name."
-        raise ConfigError("NAME", name, "a name that is not in use", hint)
+        message = f"Policy name {name!r} is already used ({taken.origin}). Choose a different name."
+        raise ConfigError("NAME", name, "a name that is not in use", message=message)
     made = write_distribution(name, directory, learning=learning)
     steps = [
         f"cd {shlex.quote(str(made))}",
@@ -114,11 +114,13 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
         raise ConfigError("NAME", name, "a name other than a Python keyword")
     if name.startswith("dispatchkit-"):
         hint = f"Use {name.partition('-')[2]!r}. The prefix is added to the distribution's name."
-        raise ConfigError("NAME", name, "the name of the policy without the prefix", hint)
+        raise ConfigError("NAME", name, "a name without the prefix dispatchkit-", hint)
     target = directory / f"dispatchkit-{name}"
     if os.path.lexists(target):
-        hint = "Choose another name or --directory; existing folders are not overwritten."
-        raise ConfigError("NAME", name, f"a name for which {target} does not exist", hint)
+        message = f"{str(target)!r} already exists. Choose a different name or --directory."
+        raise ConfigError(
+            "NAME", name, f"a name for which {target} does not exist", message=message
+        )
     facts = {
         "name": name,
         "distribution": f"dispatchkit-{name}",
@@ -143,8 +145,12 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, OSError):
-            why = f"a folder in which {target.name} can be created ({error.strerror})"
-            raise ConfigError("directory", str(directory), why) from error
+            allowed = f"a folder in which {target.name} can be created"
+            message = (
+                f"{target.name} cannot be created in {str(directory)!r}: {error.strerror}. "
+                "Choose a different --directory."
+            )
+            raise ConfigError("directory", str(directory), allowed, message=message) from error
         raise
     return target
 

@@ -16,7 +16,7 @@ import typer
 
 from dispatchkit.cli.output import print_stderr, report_skipped_plugins, short_origin
 from dispatchkit.distributions import DEFAULT_POLICY, load_attribute
-from dispatchkit.errors import ConfigError, MissingDistributionError
+from dispatchkit.errors import ConfigError, MissingDistributionError, shortened
 from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
 
 __all__ = [
@@ -165,7 +165,11 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
         name = name.strip().replace("-", "_")
         if name in values:
             raise ConfigError(
-                name, value, "given once on the command line", f"It is also set by {sources[name]}."
+                name,
+                value,
+                "given once on the command line",
+                message=f"{name} is given twice: by {sources[name]} and by --set "
+                f"{shortened(pair)}. Omit one of them.",
             )
         values[name], sources[name] = value, f"option --set {name}"
     settings = load_settings(values, sources=sources, file=COMMON.config_file)

@@ -30,7 +30,7 @@ from dispatchkit.cli.output import (
     print_stderr,
 )
 from dispatchkit.dispatch import Decision, Dispatcher
-from dispatchkit.errors import ConfigError, counted
+from dispatchkit.errors import ConfigError, counted, shortened
 from dispatchkit.files import check_output
 from dispatchkit.observe import TraceStep, TraceWriter
 from dispatchkit.observe.trace import MAX_COUNT
@@ -69,7 +69,8 @@ def record(
         words = words[1:]
     as_module = words[0] == "-m"
     if as_module and len(words) < 2:
-        raise ConfigError("script", script, "followed by a module's name")
+        message = "-m must be followed by the name of a module."
+        raise ConfigError("script", script, "followed by the name of a module", message=message)
     target, rest = (words[1], words[2:]) if as_module else (words[0], words[1:])
     inputs = [] if as_module else [target]
     check_output(output, inputs=inputs, overwrite=force, hint=FORCE_HINT)
@@ -84,7 +85,8 @@ def record(
             if not as_module:
                 runpy.run_path(target, run_name="__main__")
             elif problem := _module_problem(target):
-                end = _ScriptResult(refused=ConfigError("module", target, problem))
+                refused = ConfigError("module", target, "a module that can run", message=problem)
+                end = _ScriptResult(refused=refused)
             else:
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
         except Terminated:
@@ -112,7 +114,8 @@ def record(
             "script",
             target,
             "a script that dispatches batches in this process",
-            "No batch was dispatched.",
+            message=f"{target} dispatched no batch in this process, so no trace was written. "
+            "Batches of child processes are not recorded.",
         )
     _report(output, steps, end, left_out, as_json=as_json)
     if end.code in (STOPPED, TERMINATED):
@@ -150,8 +153,9 @@ def _report(
         console().print(Text(f"{counted(steps, 'step')} written to {output}."))
     if left_out:
         print_stderr(
-            f"Note: omitted {counted(sum(left_out.values()), 'step')} with other axes "
-            f"({', '.join(left_out)}) than the first step, because a trace has one set of columns."
+            f"Note: omitted {counted(sum(left_out.values()), 'step')} whose axes "
+            f"({', '.join(left_out)}) differ from those of the first step, because a trace has one "
+            "set of columns."
         )
 
 
@@ -160,22 +164,30 @@ def _check_script(target: str) -> None:
     path = Path(target)
     try:
         if not path.is_file():
-            raise ConfigError("script", target, "a Python file that exists, or -m MODULE")
+            raise ConfigError(
+                "script",
+                target,
+                "a Python file that exists, or -m MODULE",
+                message=f"Script {target!r} is not an existing file. Pass a Python file, or -m "
+                "MODULE.",
+            )
         source = path.read_bytes()
         if not zipfile.is_zipfile(path):
             compile(source, target, "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
-        raise ConfigError("script", target, f"valid Python ({where}{error.msg})") from error
+        message = f"Script {target!r} is not valid Python: {where}{error.msg}."
+        raise ConfigError("script", target, "valid Python", message=message) from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("script", target, f"a Python file that can be read ({why})") from error
+        message = f"Script {shortened(repr(target))} cannot be read: {why}. Check the path."
+        raise ConfigError("script", target, "a file that can be read", message=message) from error
 
 
 def _module_problem(target: str) -> str:
-    """Return the requirement that a module name fails to meet; empty if the name is valid.
+    """Return why a module cannot run, as a message; empty if it can.
 
     The parent package of the module is imported.
     """
@@ -184,14 +196,19 @@ def _module_problem(target: str) -> str:
         spec = None if target.startswith(".") or not target else importlib.util.find_spec(target)
         is_package = spec is not None and spec.submodule_search_locations is not None
         if is_package and importlib.util.find_spec(f"{target}.__main__") is None:
-            return "a package with a __main__.py, or a module"
+            return f"Package {target!r} has no __main__.py. Name a module of the package."
     except ModuleNotFoundError as error:
         if error.name is None or not f"{target}.".startswith(f"{error.name}."):
             raise  # an import inside the target's package failed
         spec = None
     except ValueError:  # the name is invalid, or the module has no spec
         spec = None
-    return "" if spec is not None else "a module that can be imported from the current folder"
+    if spec is not None:
+        return ""
+    return (
+        f"Module {target!r} cannot be imported from the current folder. Check the name, or change "
+        "to the folder that contains the module."
+    )
 
 
 def _print_traceback(error: Exception) -> None:

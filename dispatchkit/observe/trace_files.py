@@ -20,7 +20,14 @@ from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.files import check_path, whole_file
 from dispatchkit.keys.checks import check_count
 
-__all__ = ["DEFAULT_MAX_BYTES", "Blocks", "iter_line_blocks", "trace_name", "whole_text"]
+__all__ = [
+    "DEFAULT_MAX_BYTES",
+    "Blocks",
+    "iter_line_blocks",
+    "trace_name",
+    "whole_text",
+    "write_error",
+]
 
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 """Default maximum number of uncompressed bytes to read from a trace."""
@@ -177,6 +184,15 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
     return text.split("\n")
 
 
+def write_error(path: str, error: OSError | ValueError) -> TraceError:
+    """Return a TraceError for a trace that cannot be written."""
+    cause = error.__cause__ if isinstance(error, ConfigError) else error
+    if cause is None and isinstance(error, ConfigError):
+        return TraceError(path, None, f"cannot be written: it must be {error.allowed}.")
+    why = getattr(cause, "strerror", None) or str(cause)
+    return TraceError(path, None, f"cannot be written: {why}.")
+
+
 @contextlib.contextmanager
 def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """Open a text file for writing; it replaces the target when the block ends.
@@ -196,6 +212,4 @@ def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     except ConfigError as error:
         if error.setting != "output":
             raise
-        raise TraceError(
-            trace_name(path), None, f"cannot be written: it must be {error.allowed}."
-        ) from error
+        raise write_error(trace_name(path), error) from error

@@ -22,7 +22,7 @@ from dispatchkit.observe.trace_columns import (
     contradictions,
     ordered_columns,
 )
-from dispatchkit.observe.trace_files import trace_name, whole_text
+from dispatchkit.observe.trace_files import trace_name, whole_text, write_error
 
 __all__ = ["TraceWarning", "TraceWriter", "write_trace"]
 
@@ -74,7 +74,7 @@ class TraceWriter:
         try:
             self._target = real_target(path)  # absolute, because the working directory may change
         except (OSError, ValueError) as error:
-            raise _write_error(self.path, error) from error
+            raise write_error(self.path, error) from error
         self._part: _PartFile | None = None
         self.num_steps = self.num_lost = 0
 
@@ -83,7 +83,7 @@ class TraceWriter:
             check_output(self._target)
             self._part = _PartFile(self._target)
         except (OSError, ConfigError) as error:
-            raise _write_error(self.path, error) from error
+            raise write_error(self.path, error) from error
         # Finish an unclosed trace when its writer is garbage-collected, or at exit.
         self._closing = weakref.finalize(self, self._part.finish)
         return self
@@ -119,7 +119,8 @@ class TraceWriter:
                 self.path,
                 None,
                 f"is incomplete: {part.failure}. It has the first "
-                f"{counted(self.num_steps, 'step')}; {self.num_lost} later steps are lost.",
+                f"{counted(self.num_steps, 'step')}; {counted(self.num_lost, 'later step')} could "
+                "not be written. Correct the cause, then record again.",
             )
 
     def discard(self) -> None:
@@ -144,13 +145,21 @@ class TraceWriter:
         """
         part = self._part
         if part is None or not part.is_open:
-            raise ConfigError("TraceWriter", "closed", "open", "Use it in a `with` statement.")
+            raise ConfigError(
+                "TraceWriter",
+                "closed",
+                "open",
+                message=f"The TraceWriter of {self.path!r} is not open. Write inside its `with` "
+                "block.",
+            )
         if not part.is_own:
             raise ConfigError(
                 "TraceWriter",
                 f"opened by process {part.process}",
                 "opened by the process that writes",
-                "Open one writer per process, each with its own path.",
+                message=f"The TraceWriter of {self.path!r} was opened by process {part.process}; "
+                f"process {os.getpid()} cannot write to it. Open one writer per process, each with "
+                "its own path.",
             )
         line = self._rows.line(step, self.num_steps + self.num_lost)
         if part.failure is not None:
@@ -161,8 +170,9 @@ class TraceWriter:
         except OSError as error:
             self.num_lost += 1
             warnings.warn(
-                f"{self.path}: can no longer be written ({error.strerror}). Steps after the first "
-                f"{self.num_steps} are lost and counted in num_lost; the program continues.",
+                f"{self.path}: can no longer be written ({error.strerror}). The file has the "
+                f"first {counted(self.num_steps, 'step')}; later steps are lost and counted in "
+                "num_lost. The program continues.",
                 TraceWarning,
                 stacklevel=2,
             )
@@ -327,10 +337,3 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) 
         if not count:
             out.write(rows.header_line())
     return count
-
-
-def _write_error(path: str, error: OSError | ValueError) -> TraceError:
-    if isinstance(error, ConfigError):
-        return TraceError(path, None, f"cannot be written: it must be {error.allowed}.")
-    why = getattr(error, "strerror", None) or str(error)
-    return TraceError(path, None, f"cannot be written: {why}.")

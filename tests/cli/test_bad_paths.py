@@ -174,9 +174,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("there", "--force"),
         ("folder", "not a folder"),
         ("no/folder/out", "an existing folder"),
-        ("there/out", "can be written"),
-        ("n" * 300, "can be written"),
-        ("loop", "can be written"),
+        ("there/out", "cannot be written"),
+        ("n" * 300, "cannot be written"),
+        ("loop", "cannot be written"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
@@ -372,16 +372,16 @@ def test_however_a_recorded_script_ends_its_steps_are_there(tmp_path: Path, end:
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        (["-m", "no_such_module"], "can be imported"),
-        (["-m", "os.path.nothing"], "can be imported"),
+        (["-m", "no_such_module"], "cannot be imported"),
+        (["-m", "os.path.nothing"], "cannot be imported"),
         (["-m", "xml"], "__main__"),
-        (["-m", ".odd"], "can be imported"),
-        (["-m", ""], "can be imported"),
+        (["-m", ".odd"], "cannot be imported"),
+        (["-m", ""], "cannot be imported"),
         (["bad.py"], "line 1"),
         (["zeros.py"], "null bytes"),
         (["latin.py"], "utf-8"),
-        (["."], "that exists"),
-        (["n" * 300], "can be read"),
+        (["."], "is not an existing file"),
+        (["n" * 300], "cannot be read"),
     ],
 )
 def test_a_script_that_cannot_be_run_is_bad_input(

@@ -68,7 +68,7 @@ def test_what_is_given_twice_on_the_command_line_is_refused(run: Any) -> None:
     """Neither value can be preferred."""
     done = run("--set", "policy=a", "explain", "3", "--policy", "b")
     assert (done.code, done.out) == (2, "")
-    assert "given once on the command line" in done.err
+    assert "is given twice" in done.err
 
 
 @pytest.mark.parametrize(

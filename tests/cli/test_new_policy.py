@@ -155,7 +155,7 @@ def test_a_policy_that_exists_is_not_made_again(
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     root = write_distribution("mine", tmp_path)
     (root / "README.md").write_text("kept")
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_distribution("mine", tmp_path)
     assert (root / "README.md").read_text() == "kept"
 

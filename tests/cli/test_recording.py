@@ -109,7 +109,7 @@ def test_dispatch_is_as_before_afterwards(run: Any, tmp_path: Path, script: Path
     [
         (["trace.csv", "nowhere.py"], "nowhere.py"),
         (["no/folder/trace.csv", "empty.py"], "output must be"),
-        (["trace.csv", "empty.py"], "dispatches batches"),
+        (["trace.csv", "empty.py"], "dispatched no batch"),
         (["trace.csv", "-m"], "a module"),
         (["trace.csv"], "SCRIPT"),
     ],
@@ -142,7 +142,7 @@ def test_values_of_axes_are_recorded_and_simulated(run: Any, tmp_path: Path) -> 
     script.write_text(AXES_SCRIPT)
     done = run("record", str(path), str(script))
     assert done.code == 0, done.err
-    assert "omitted 1 step with other axes (none) than the first step" in done.err
+    assert "omitted 1 step whose axes (none) differ from those of the first step" in done.err
     lines = [line.split(",") for line in path.read_text().splitlines()]
     assert [line[-2:] for line in lines] == [
         ["num_active_loras", "axis.length"],

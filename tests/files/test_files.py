@@ -74,12 +74,12 @@ def test_what_is_no_path_is_refused(take: Any, setting: str, path: Any) -> None:
     [
         ("folder", "a file, not a folder"),
         ("absent/out", "in an existing folder"),
-        ("file/out", "can be written"),
-        ("file", "that does not exist yet"),
+        ("file/out", "cannot be written"),
+        ("file", "already exists"),
         ("dangling", "in an existing folder"),
-        ("loop", "can be written"),
-        ("n" * 300, "can be written"),
-        ("a\0b", "can be written"),
+        ("loop", "cannot be written"),
+        ("n" * 300, "cannot be written"),
+        ("a\0b", "cannot be written"),
     ],
 )
 def test_a_path_that_cannot_be_written_is_refused_before_the_work(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.observe import TraceStep, TraceWarning, TraceWriter, read_trace, write_trace
 
 PROGRAM = """
@@ -122,7 +122,7 @@ with writer:
     writer.write(5)
 """
     done = run_program(tmp_path / "t.csv", body)
-    assert "opened by the process that writes" in done.stdout
+    assert "was opened by process" in done.stdout
     assert done.stderr == ""
     assert tokens(tmp_path / "t.csv") == [3, 5]
 
@@ -163,7 +163,7 @@ def test_a_full_disk_stops_no_step(
     assert len(warned) == 1
     assert tokens(path) == [3] + [5] * (writer.num_steps - 1)
     assert writer.num_steps + writer.num_lost == 22
-    assert f"{writer.num_lost} later steps are lost" in str(caught.value)
+    assert f"{counted(writer.num_lost, 'later step')} could not be written" in str(caught.value)
     assert [one.name for one in tmp_path.iterdir()] == [name]
 
 

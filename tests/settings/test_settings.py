@@ -146,9 +146,9 @@ def test_the_nearest_names_are_told() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"given": 3}, "given must be a dictionary by name, or None, got 3"),
-        ({"environ": 3}, "environ must be a dictionary by name, or None, got 3"),
-        ({"sources": 3}, "sources must be a dictionary by name, or None, got 3"),
+        ({"given": 3}, "given must be a dictionary of values by name, or None, got 3"),
+        ({"environ": 3}, "environ must be a dictionary of values by name, or None, got 3"),
+        ({"sources": 3}, "sources must be a dictionary of values by name, or None, got 3"),
         ({"file": 3}, "file must be the path of a file"),
         ({"start": 3}, "start must be the path of a file"),
     ],
