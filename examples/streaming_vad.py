@@ -154,8 +154,10 @@ def main() -> None:
     expected = torch.stack([alone(model, own) for own in audio])
     stats = runner.stats()
     print(f"{args.callers} callers with {weights}, up to {most} at a time, {num_hops} hops each")
-    print(f"{stats.steps} steps, {stats.steps_by_mode['NONE']} of them eager")
-    print(f"largest difference from each caller alone: {(results - expected).abs().max():.1e}")
+    print(f"{stats.steps} steps, of which {stats.steps_by_mode['NONE']} ran eager")
+    print(
+        f"largest difference from running each caller alone: {(results - expected).abs().max():.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ def main() -> None:
 
     stats = decoder.stats()
     print(f"{stats.steps} steps, {sum(num_requests)} tokens, {finished} requests finished")
-    print(f"{stats.moved} rows moved, {stats.moved_bytes} bytes copied")
+    print(f"{stats.moved} cache rows moved ({stats.moved_bytes} bytes copied)")
     graphs = stats.graphs["tokens"]
     print(f"{graphs.captures} graphs captured, {graphs.steps_by_mode['NONE']} eager steps")
     for key, hits in graphs.hits.items():
-        print(f"{hits:5} steps by {key}")
+        print(f"{hits:5} replays of {key}")
 
 
 if __name__ == "__main__":

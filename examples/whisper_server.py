@@ -111,15 +111,20 @@ def plain_tokens(model: Any, clip: Clip) -> list[int]:
 
 def milliseconds(seconds: list[float]) -> str:
     """Return the median and the 95th percentile as text."""
-    return f"{median(seconds) * 1e3:.1f} ms, 95% within {quantiles(seconds, n=20)[-1] * 1e3:.1f} ms"
+    p95 = quantiles(seconds, n=20)[-1]
+    return f"median {median(seconds) * 1e3:.1f} ms, 95th percentile {p95 * 1e3:.1f} ms"
 
 
 def main() -> None:
     """Serve the clips of a trace, and print statistics."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60, help="number of steps of the trace")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="number of steps to take from the trace"
+    )
     parser.add_argument("--slots", type=int, default=8, help="maximum number of concurrent texts")
-    parser.add_argument("--check", type=int, default=4, help="clips to compare with generate")
+    parser.add_argument(
+        "--check", type=int, default=4, help="number of clips to compare with generate()"
+    )
     parser.add_argument("--trace", type=Path, default=TRACE)
     args = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently per batch size
@@ -161,15 +166,18 @@ def main() -> None:
 
     num_tokens = sum(len(clip.tokens) for clip in clips)
     print(f"{len(clips)} clips, {num_tokens} tokens, {num_tokens / elapsed:.0f} tokens/s")
-    print(f"first token after {milliseconds([clip.first - clip.arrived for clip in clips])}")
-    print(f"last token after {milliseconds([clip.last - clip.arrived for clip in clips])}")
+    print(f"time to first token: {milliseconds([clip.first - clip.arrived for clip in clips])}")
+    print(f"time to last token: {milliseconds([clip.last - clip.arrived for clip in clips])}")
     print(f"encoder: {encoder.graphed.stats()}")
     stats = decoder.stats()
     graphs = stats.graphs["tokens"]
-    print(f"decoder: {graphs.steps} steps, {graphs.captures} graphs, {stats.moved} rows moved")
-    print(f"eager steps: {graphs.eager_by_reason or 'none'}; prompts: {stats.prompts}")
+    print(
+        f"decoder: {graphs.steps} steps, {graphs.captures} graphs captured, "
+        f"{stats.moved} cache rows moved"
+    )
+    print(f"eager steps by reason: {graphs.eager_by_reason or 'none'}; prompts: {stats.prompts}")
     same = [plain_tokens(model, clip) == clip.tokens for clip in clips[: args.check]]
-    print(f"same tokens as plain generate: {sum(same)} of {len(same)} clips")
+    print(f"clips with the same tokens as generate(): {sum(same)} of {len(same)}")
 
 
 if __name__ == "__main__":

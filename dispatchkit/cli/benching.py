@@ -28,7 +28,9 @@ def bench(
     checkout: Annotated[
         Path | None,
         typer.Option(
-            "--checkout", metavar="FOLDER", help=("The checkout, which contains the folder bench/.")
+            "--checkout",
+            metavar="FOLDER",
+            help="Root folder of the checkout, which contains bench/.",
         ),
     ] = None,
     as_json: JsonOption = False,

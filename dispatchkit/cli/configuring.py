@@ -40,8 +40,9 @@ def show_config(
 ) -> None:
     """Show every setting with its value and source.
 
-    Settings come from [tool.dispatchkit] in the nearest pyproject.toml, from the environment
-    (DISPATCHKIT_POLICY, ...) and from the command line. Later sources override earlier sources.
+    Settings come from the table tool.dispatchkit of the nearest pyproject.toml,
+    the environment (DISPATCHKIT_POLICY, ...) and the command line. Later sources
+    override earlier sources.
 
     Example: dispatchkit --set lazy=true config show --policy vllm
     """

@@ -43,7 +43,9 @@ def demo(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="A step trace; by default an excerpt of a real trace."
+            "--trace",
+            metavar="FILE",
+            help="Step trace to replay; by default, an excerpt of a real trace.",
         ),
     ] = None,
     steps: Annotated[

@@ -58,7 +58,10 @@ def new_policy(
         ),
     ] = Path(),
     learning: Annotated[
-        bool, typer.Option("--learning", help="Create a policy that learns from measured steps.")
+        bool,
+        typer.Option(
+            "--learning", metavar="", help="Create a policy that learns from measured steps."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

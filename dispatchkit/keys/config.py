@@ -101,7 +101,7 @@ class DispatchConfig:
     _sizes: Iterable[int] | None = setting(
         None,
         or_none(_list_of_sizes),
-        SettingInfo("Numbers of tokens to capture.", "by max_num_tokens", read_numbers),
+        SettingInfo("Capture sizes, in tokens.", "by max_num_tokens", read_numbers),
         alias="sizes",
         eq=False,
     )

@@ -87,7 +87,7 @@ def main() -> None:
         ranked = RankedRunner(runner, ranks, inputs, epoch_steps=10)
         lost = ranked.capture()
         if lost and rank == 0:
-            print(f"Keys not used, because a rank could not capture them: {lost}")
+            print(f"Keys that no rank uses, because a rank could not capture them: {lost}")
         traffic = random.Random(rank)
         for _ in range(STEPS):
             num_tokens = traffic.choice((0, 1, 3, 7, 12))
@@ -103,8 +103,8 @@ def main() -> None:
     steps = runner.stats()
     modes = {name: count for name, count in steps.steps_by_mode.items() if count}
     print(
-        f"rank {rank}: steps {modes}, tables from the leader {ranked.ranked.epoch}, "
-        f"agreement {cost.total_us / max(1, cost.num_exchanges):.0f} us per step"
+        f"rank {rank}: steps by mode {modes}, {ranked.ranked.epoch} tables received from the "
+        f"leader, {cost.total_us / max(1, cost.num_exchanges):.0f} us per agreement on a step"
     )
     runner.clear()  # graphs that use a communicator must be destroyed before it
     dist.destroy_process_group()

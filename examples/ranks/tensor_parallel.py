@@ -77,8 +77,8 @@ def main() -> None:
         exchanges = ranks.stats().num_exchanges
     modes = {name: count for name, count in runner.stats().steps_by_mode.items() if count}
     print(
-        f"rank {rank}: steps {modes}, exchanges {exchanges}, largest difference from the "
-        f"whole layer {worst:.1e}"
+        f"rank {rank}: steps by mode {modes}, {exchanges} exchanges between ranks, largest "
+        f"difference from the undivided layer {worst:.1e}"
     )
     runner.clear()  # graphs that use a communicator must be destroyed before it
     dist.destroy_process_group()

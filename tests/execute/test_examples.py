@@ -41,7 +41,7 @@ def test_callers_of_a_voice_detector_have_state_of_their_own(run):
     said = run("streaming_vad.py", "--callers", "30", "--slots", "20", "--seconds", "0.2")
     assert "30 callers with " in said
     assert "up to 20 at a time, 6 hops each" in said
-    assert re.search(r"^\d+ steps, 0 of them eager$", said, flags=re.MULTILINE)
+    assert re.search(r"^\d+ steps, of which 0 ran eager$", said, flags=re.MULTILINE)
     assert float(said.split()[-1]) < 1e-4
 
 
@@ -50,7 +50,7 @@ def test_a_server_of_a_transformers_model_follows_a_trace(run):
     pytest.importorskip("transformers")
     said = run("transformers_server.py", "--steps", "40")
     assert "40 steps, " in said
-    moved = re.search(r"^(\d+) rows moved", said, flags=re.MULTILINE)
+    moved = re.search(r"^(\d+) cache rows moved", said, flags=re.MULTILINE)
     assert int(moved[1]) > 0
     assert re.search(r"^[2-9] graphs captured, 0 eager steps$", said, flags=re.MULTILINE)
     assert "axes=24" in said
@@ -65,7 +65,9 @@ def test_a_whisper_server_encodes_and_decodes_clips_that_come_and_go(run):
     assert tokens > 4 * clips > 4 * 4
     calls = re.search(r"^encoder: (\d+) calls, (\d+) replayed$", said, flags=re.MULTILINE)
     assert calls[1] == calls[2]
-    moved = re.search(r"^decoder: \d+ steps, [2-9] graphs, (\d+) rows moved$", said, re.MULTILINE)
+    moved = re.search(
+        r"^decoder: \d+ steps, [2-9] graphs captured, (\d+) cache rows moved$", said, re.MULTILINE
+    )
     assert int(moved[1]) > 0
-    assert re.search(r"^eager steps: none; prompts: ", said, flags=re.MULTILINE)
-    assert said.endswith("same tokens as plain generate: 3 of 3 clips\n")
+    assert re.search(r"^eager steps by reason: none; prompts: ", said, flags=re.MULTILINE)
+    assert said.endswith("clips with the same tokens as generate(): 3 of 3\n")

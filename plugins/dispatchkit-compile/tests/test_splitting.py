@@ -466,7 +466,7 @@ def test_operator_that_the_step_does_not_call_is_refused():
 @pytest.mark.parametrize("at", ["splitting_test::attend", 3, [3], [make_decoder()]])
 def test_rules_of_another_kind_are_refused(at):
     """A string instead of a list, or an instance of a module, is refused."""
-    with pytest.raises(ConfigError, match="at must be"):
+    with pytest.raises(ConfigError, match=r"at(\[0\])? must be"):
         splitting.SplitRules(at)
 
 
@@ -483,7 +483,7 @@ def test_device_that_torch_does_not_know_is_refused():
 
 def test_step_that_is_all_eager_is_refused():
     """There must be a graph piece."""
-    with pytest.raises(ConfigError, match="leave at least one operation to capture"):
+    with pytest.raises(ConfigError, match="leaves at least one operation to capture"):
         splitting.split_module(double, {"x": torch.zeros(4, 2)}, at=[double])
 
 

@@ -69,7 +69,7 @@ def test_small_bins_are_taken_where_a_step_costs_nothing():
 
 
 def test_a_cost_that_cannot_be_called_is_refused():
-    with pytest.raises(ConfigError, match="a function of a number of tokens"):
+    with pytest.raises(ConfigError, match="a function that takes a number of tokens"):
         CheapestPacking(3)
 
 

@@ -43,7 +43,8 @@ def _optional_mode(value: Any) -> CUDAGraphMode | None:
             "mode",
             value,
             f"one of {', '.join(CUDAGraphMode.__members__)}",
-            "This is a mode of inductor. To compile the pieces, pass piece_compiler='inductor'.",
+            f"{value!r} is a mode of inductor. To compile the pieces, pass "
+            "piece_compiler='inductor'.",
         )
     return CUDAGraphMode.parse(value)
 
@@ -68,7 +69,7 @@ def _compiler(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
 
 def _runner_options(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, RunnerOptions):
-        raise ConfigError(attribute.name, value, "RunnerOptions")
+        raise ConfigError(attribute.name, value, "a RunnerOptions object")
 
 
 @attrs.frozen(kw_only=True)

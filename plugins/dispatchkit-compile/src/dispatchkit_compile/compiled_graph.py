@@ -48,16 +48,18 @@ MAX_REBINDS = 8
 _NEXT_STEPS = {
     PlainReason.GRADIENTS: "Graphs do not record gradients: call the model under "
     "torch.no_grad() or torch.inference_mode().",
-    PlainReason.INPUT_WRITTEN: "Clone it first, or register it as a buffer of the module.",
-    PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()).",
+    PlainReason.INPUT_WRITTEN: "Clone the argument before writing to it, or register it as a "
+    "buffer of the module.",
+    PlainReason.OUTPUT_IS_INPUT: "Return a copy of the argument (.clone()).",
     PlainReason.SEVERAL_DIMS: "Mark only the batch dimension as dynamic.",
-    PlainReason.NOTHING_TO_CAPTURE: "Remove rules from the option at, so that some operations "
-    "are captured.",
-    PlainReason.FILL_UNKNOWN: "Set the option fill so that the writes of padding rows are "
-    "harmless, such as fill={'slots': sink}, or to {} if padding rows write nothing.",
+    PlainReason.NOTHING_TO_CAPTURE: "Remove rules from the option `at`, so that some "
+    "operations are captured.",
+    PlainReason.FILL_UNKNOWN: "Set the option `fill` to argument values with which the "
+    "writes of padding rows are harmless, such as fill={'slots': sink}, or to {} if padding rows "
+    "write nothing.",
     PlainReason.HELD_MOVED: "Update the tensors in place instead of replacing them.",
     PlainReason.LAYOUT: "Pass a contiguous tensor.",
-    PlainReason.ODD_ARGUMENT: "Pass it as a tensor.",
+    PlainReason.ODD_ARGUMENT: "Pass the argument as a tensor.",
     PlainReason.NO_BATCH: "Pass a tensor that has a batch dimension.",
 }
 
@@ -143,7 +145,7 @@ class CompiledGraph:
             return self._run_plainly(
                 PlainReason.INPUT_CHANGED,
                 args,
-                f"it was compiled for {counted(self._arguments.num_rows, 'row')}",
+                f"it was compiled for {counted(self._arguments.num_rows, 'row')}, got {num_rows:,}",
             )
         facts = current_facts()
         if facts is not None:
@@ -171,7 +173,7 @@ class CompiledGraph:
             return None
         return (
             PlainReason.FILL_UNKNOWN,
-            f"it writes tensors that outlive the step ({len(arguments.written)})",
+            "it writes to " + counted(len(arguments.written), "tensor") + " that outlive the step",
         )
 
     def _make_backend(self) -> GraphBackend:
@@ -194,7 +196,7 @@ class CompiledGraph:
                 "piece_compiler",
                 "inductor",
                 f"omitted with the {made.name} backend",
-                "That backend records torch operators and would miss inductor's kernels. To run "
+                "This backend records torch operators and would miss inductor's kernels. To run "
                 "compiled pieces without graphs, pass mode='NONE'.",
             )
         return made
@@ -216,7 +218,7 @@ class CompiledGraph:
             return []
         level = self.options.support
         return [
-            attrs.evolve(piece, support=level, limited_by="the option support")
+            attrs.evolve(piece, support=level, limited_by="the option `support`")
             if level < piece.support
             else piece
             for piece in pieces
@@ -310,7 +312,7 @@ class CompiledGraph:
             if failed_at:
                 lines.append(
                     f"{piece.name} failed at {failed_at}; to run this operation eager and capture "
-                    "the others, add it to the option at"
+                    "the others, add it to the option `at`"
                 )
         if self.runner is not None:
             lines.append(str(self.runner))

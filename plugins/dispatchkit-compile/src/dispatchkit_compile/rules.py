@@ -18,6 +18,9 @@ from dispatchkit.keys import AttentionSupport
 __all__ = ["SplitRules", "function_name", "node_support", "op_name"]
 
 
+_KINDS = "operators, module paths, module classes and functions"
+
+
 class SplitRules:
     """Rules that select the operations to run eager between graphs.
 
@@ -33,9 +36,9 @@ class SplitRules:
 
     def __init__(self, at: Iterable[Any] = ()) -> None:
         if isinstance(at, str) or not isinstance(at, Iterable):
-            raise ConfigError("at", at, "a list of operators, modules, classes or functions")
+            raise ConfigError("at", at, f"a list of {_KINDS}")
         self.given: tuple[Any, ...] = tuple(at)
-        self._rules = [_rule(one) for one in self.given]
+        self._rules = [_rule(one, index) for index, one in enumerate(self.given)]
         self._used: set[int] = set()
 
     def match(self, node: fx.Node) -> bool:
@@ -87,7 +90,7 @@ def node_support(node: fx.Node) -> tuple[AttentionSupport, str]:
     return found if found is not None else (AttentionSupport.ALWAYS, "")
 
 
-def _rule(one: Any) -> Callable[[fx.Node], bool]:
+def _rule(one: Any, index: int) -> Callable[[fx.Node], bool]:
     if isinstance(one, str):
         if "::" in one:
             wanted = one.strip()
@@ -109,9 +112,9 @@ def _rule(one: Any) -> Callable[[fx.Node], bool]:
     if callable(one) and not isinstance(one, (type, torch.nn.Module)):
         return lambda node: node.target is one
     raise ConfigError(
-        "at",
+        f"at[{index}]",
         one,
-        "a list of operators, module paths, module classes and functions",
+        "an operator, a module path, a module class or a function",
         "Pass a module as its path in the model, such as 'layers.*.attention'.",
     )
 

@@ -128,7 +128,7 @@ def split_graph(
         raise ConfigError(
             "at",
             [str(rule) for rule in rules.given],
-            "rules that leave at least one operation to capture",
+            "a list of rules that leaves at least one operation to capture",
             f"With these rules, all operations of {name!r} would run eager.",
         )
     return list(_Builder(traced, name, compile_piece, held).pieces(parts))

@@ -172,7 +172,11 @@ class CompiledModel:
             for setting, names in (("batch", batch), ("fill", fill)):
                 unknown = sorted(set(names or ()) - set(known))
                 if unknown:
-                    raise ConfigError(setting, unknown, f"parameter names: {', '.join(known)}")
+                    raise ConfigError(
+                        setting,
+                        unknown,
+                        f"a dict whose keys are parameters of the model ({', '.join(known)})",
+                    )
         self._skip_guards = skip_guards
         self._first_facts: Any = None
         self._lock = threading.Lock()

@@ -125,8 +125,8 @@ def trace(
     changed = _restore_python_state(before)
     if changed:
         raise CaptureError(
-            f"The step sets {', '.join(changed)}, but a replay runs no Python and would not set "
-            "it. Update a tensor in place, or return the value.",
+            f"The step sets {', '.join(changed)}, but a replay runs no Python code and would leave "
+            "the old value. Update a tensor in place, or return the value.",
             reason="python_effects",
         )
     if not seen:
@@ -321,5 +321,9 @@ def batch_dims_of(specs: Mapping[str, Any]) -> dict[str, int]:
     """
     dims = {name: spec.batch_dim for name, spec in specs.items() if spec.batch_dim is not None}
     if not dims:
-        raise ConfigError("example", sorted(specs), "a dict with at least one batched input")
+        raise ConfigError(
+            "example",
+            sorted(specs),
+            "a dict with at least one input that has a batch dimension",
+        )
     return dims

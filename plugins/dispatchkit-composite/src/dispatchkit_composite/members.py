@@ -43,7 +43,7 @@ class Member:
             raise ConfigError("member name", self.name, allowed)
         options: Any = self.options
         if not isinstance(options, Mapping):
-            allowed = "a dictionary of options by name"
+            allowed = "a dict of options by name"
             raise ConfigError(f"options of member {self.name!r}", options, allowed)
         setting = f"priority of member {self.name!r}"
         object.__setattr__(self, "priority", check_count(self.priority, setting, minimum=None))
@@ -62,7 +62,9 @@ class Member:
         except ValueError as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError("member", text, "name[=policy][:priority]") from error
+            raise ConfigError(
+                "member", text, "a string of the form name[=policy][:priority]"
+            ) from error
 
 
 @attrs.frozen
@@ -109,24 +111,28 @@ def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> l
     if isinstance(members, str):
         items = [part for part in members.split(",") if part.strip()]
         if not items:
-            raise ConfigError("members", members, "at least one name[=policy][:priority]")
+            raise ConfigError(
+                "members",
+                members,
+                "a comma-separated list of at least one name[=policy][:priority]",
+            )
     if not isinstance(items, Iterable):
         raise ConfigError("members", members, "a list of Members, tables or strings")
-    return [_read(item) for item in items]
+    return [_read(item, index) for index, item in enumerate(items)]
 
 
-def _read(item: Member | str | Mapping[str, Any]) -> Member:
+def _read(item: Member | str | Mapping[str, Any], index: int) -> Member:
     if isinstance(item, Member):
         return item
     if isinstance(item, str):
         return Member.parse(item)
     if not isinstance(item, Mapping):
-        raise ConfigError("members", item, "Members, tables or strings")
+        raise ConfigError(f"members[{index}]", item, "a Member, a table or a string")
     known = [field.name for field in attrs.fields(Member)]
     for name in item:
         if name not in known:
-            allowed = f"a table with only {', '.join(known)}"
-            raise ConfigError("member", dict(item), allowed)
+            allowed = f"a table with no keys other than {', '.join(known)}"
+            raise ConfigError(f"members[{index}]", dict(item), allowed)
     given = dict(item)
     given.setdefault("name", given.get("policy", ""))
     return Member(**given)

@@ -70,7 +70,7 @@ class CompositePolicy:
         plugins: PluginSet | None = None,
     ) -> None:
         if members is not None and pyproject is not None:
-            raise ConfigError("pyproject", pyproject, "omitted if members are given")
+            raise ConfigError("pyproject", pyproject, "omitted if `members` is given")
         self.max_faults = check_count(max_faults, "max_faults")
         if plugins is not None:
             check_instance(plugins, PluginSet, "plugins", "Pass the result of load_plugins().")
@@ -255,7 +255,7 @@ class CompositePolicy:
         one.last_fault = f"{method}: {problem}"
         one.suspended = one.faults_in_a_row[method] >= self.max_faults
         if one.faults == 1 or one.suspended:
-            end = " It is suspended until resume() is called." if one.suspended else ""
+            end = f" The member is suspended until resume({one.name!r})." if one.suspended else ""
             _log.warning("Composite member %r failed in %s.%s", one.name, one.last_fault, end)
 
 

@@ -68,7 +68,11 @@ class CheapestPacking:
 
     def __init__(self, cost: Callable[[int], float] | None = None) -> None:
         if cost is not None and not callable(cost):
-            raise ConfigError("cost", cost, "a function of a number of tokens")
+            raise ConfigError(
+                "cost",
+                cost,
+                "a function that takes a number of tokens and returns the cost of a step",
+            )
         self._cost: Callable[[int], float] = _tokens_and_step if cost is None else cost
 
     def __call__(self, lengths: Sequence[int], limits: PackingLimits) -> list[list[int]]:

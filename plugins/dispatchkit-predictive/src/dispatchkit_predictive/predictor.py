@@ -84,7 +84,7 @@ class KeyPredictor:
         keys = check_keys(keys, "keys")
         self._order = check_count(order, "order")
         if not is_number(decay) or not 0.0 < decay <= 1.0:
-            raise ConfigError("decay", decay, "a number above 0 and at most 1")
+            raise ConfigError("decay", decay, "a number greater than 0 and at most 1")
         self._decay = decay
         ladders: dict[Hashable, list[GraphKey]] = defaultdict(list)
         for key in sorted(keys, key=lambda one: one.num_tokens):

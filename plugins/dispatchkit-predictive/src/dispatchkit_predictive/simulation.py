@@ -46,7 +46,7 @@ class PredictionSimulation:
 def _check_steps(keys: Any) -> None:
     if not isinstance(keys, Sequence):
         hint = "Pass the first result of keys_of_trace(trace)."
-        raise ConfigError("keys", keys, "a list with the key of each step, or None", hint)
+        raise ConfigError("keys", keys, "a list with a key or None for each step", hint)
 
 
 def keys_of_trace(
@@ -108,7 +108,7 @@ def simulate_prediction(
     _check_steps(keys)
     declared = check_keys(declared, "declared")
     if not declared:
-        raise ConfigError("declared", declared, "at least one key")
+        raise ConfigError("declared", declared, "a list of at least one key")
     planner = CapturePlanner(KeyPredictor(declared), max_graphs=max_graphs)
     predicted = captures = 0
     live: set[GraphKey] = set()

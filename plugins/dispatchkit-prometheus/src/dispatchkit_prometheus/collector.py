@@ -103,16 +103,18 @@ def _metrics(runners: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
 
 def _graph_metrics(runners: Iterable[tuple[str, Any]]) -> Iterator[Metric]:
     graphs = GaugeMetricFamily(
-        "dispatchkit_graphs", "Number of keys, by state of their graph.", labels=["runner", "state"]
+        "dispatchkit_graphs",
+        "Number of declared keys, by state of their graph.",
+        labels=["runner", "state"],
     )
     memory = GaugeMetricFamily(
         "dispatchkit_graph_memory_bytes",
-        "Memory growth caused by the captures of live graphs.",
+        "Device memory added by the captures of live graphs, in bytes.",
         labels=["runner"],
     )
     info = GaugeMetricFamily(
         "dispatchkit_runner_info",
-        "Always 1; labels contain the policy, the backend and the mode.",
+        "Always 1; the labels name the policy, the backend and the mode.",
         labels=["runner", "policy", "backend", "mode"],
     )
     epoch = GaugeMetricFamily(

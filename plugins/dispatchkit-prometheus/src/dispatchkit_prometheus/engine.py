@@ -70,7 +70,7 @@ class EngineCollector(Collector):
         )
         info = GaugeMetricFamily(
             "dispatchkit_engine_info",
-            "Always 1; labels contain the policy.",
+            "Always 1; the label policy names the policy.",
             labels=["rank", "runner", "policy"],
         )
         totals: dict[tuple[str, ...], list[int]] = {}
@@ -106,7 +106,7 @@ class EngineExport:
         self, where: str, *, rank: int = 0, world_size: int = 1, period_s: float = _PERIOD_S
     ) -> None:
         if not isinstance(where, str):
-            raise ConfigError("metrics", where, "a port or the path of a file, as text")
+            raise ConfigError("metrics", where, "a string with a port or the path of a text file")
         self.registry = CollectorRegistry()
         self.collector = EngineCollector(rank)
         self.registry.register(self.collector)

@@ -59,19 +59,23 @@ def _metrics(accounts: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
     labels = ["memory", "device"]
     parts = GaugeMetricFamily(
         "dispatchkit_memory_bytes",
-        "Memory of the device in bytes, by purpose.",
+        "Device memory in bytes, by purpose.",
         labels=[*labels, "part"],
     )
     pools = GaugeMetricFamily(
         "dispatchkit_memory_pool_bytes",
-        "Memory of each pool in bytes.",
+        "Memory of each graph pool, in bytes.",
         labels=[*labels, "pool"],
     )
     counted = GaugeMetricFamily(
-        "dispatchkit_memory_counted_bytes", "Bytes that count toward the budget.", labels=labels
+        "dispatchkit_memory_counted_bytes",
+        "Memory that counts toward the budget, in bytes.",
+        labels=labels,
     )
     limits = GaugeMetricFamily(
-        "dispatchkit_memory_max_bytes", "Memory budget in bytes, if set.", labels=labels
+        "dispatchkit_memory_max_bytes",
+        "Memory budget in bytes; absent if there is no budget.",
+        labels=labels,
     )
     for name, devices in accounts:
         for account in devices:

@@ -41,7 +41,7 @@ class PrometheusObserver:
         try:
             self._captures = Histogram(
                 "dispatchkit_capture_seconds",
-                "Host time of captures in seconds, including warmup.",
+                "Time of captures on the host in seconds, including warmup.",
                 ["mode"],
                 buckets=_BUCKETS,
                 registry=registry,

@@ -34,6 +34,6 @@ def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
         ObserverSpec(
             "prometheus-engine",
             make_engine_export,
-            summary="Modes, padding and reasons of an engine, on a port or in a text file",
+            summary="Modes, padding and reasons of an engine's steps, on a port or in a text file",
         ),
     ]

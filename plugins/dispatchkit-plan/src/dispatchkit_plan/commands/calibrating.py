@@ -49,7 +49,7 @@ def calibrate(
         typer.Option(
             "--pace",
             metavar="PACE",
-            help="queued: launch without waiting; waited: wait for each step.",
+            help="Launches of steps. queued: without waiting; waited: wait until each step ends.",
         ),
     ] = "queued",
     samples: Annotated[

@@ -85,7 +85,7 @@ def plan(
         typer.Option(
             "--fit-on",
             metavar="WHICH",
-            help="Steps to plan on: all, or first-half (judged on the second half).",
+            help="Steps to plan on: all, or first-half, to judge the plan on the second half.",
         ),
     ] = FitOn.ALL,
     keyed: Annotated[
@@ -93,7 +93,7 @@ def plan(
         typer.Option("--keyed", metavar="", help="Plan uniform decode and mixed steps separately."),
     ] = False,
     align: Annotated[
-        int, typer.Option("--align", metavar="N", help="Use only multiples of N tokens.")
+        int, typer.Option("--align", metavar="N", help="Capture only multiples of N tokens.")
     ] = 1,
     axis: Annotated[
         str | None,
@@ -117,7 +117,7 @@ def plan(
         typer.Option(
             "--beside",
             metavar="A,B,...",
-            help="Sizes of existing graphs; find further sizes that deserve their own graph.",
+            help="Sizes that already have a graph; finds additional sizes whose graphs save time.",
         ),
     ] = None,
     max_waste: Annotated[
@@ -136,7 +136,7 @@ def plan(
         typer.Option(
             "--cost-model",
             metavar="FILE",
-            help="Minimize time according to this cost model, instead of padding.",
+            help="Minimize time according to this cost model instead of minimizing padding.",
         ),
     ] = None,
     engine: Annotated[
@@ -152,7 +152,7 @@ def plan(
         typer.Option(
             "--query-len",
             metavar="N",
-            help="Tokens per request in decode steps, for --engine; 1 by default.",
+            help="Number of tokens per request in decode steps, for --engine; 1 by default.",
             show_default=False,
         ),
     ] = None,
@@ -353,7 +353,7 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
     if rows:
         out.print(table(["Size", "Steps", "Saves", "Memory"], rows, right=[0, 1, 2, 3]))
     else:
-        out.print("None: no further graph would save time.")
+        out.print("None: no additional graph would save time.")
     over = made.num_steps_over / made.num_steps
     out.print()
     out.print(

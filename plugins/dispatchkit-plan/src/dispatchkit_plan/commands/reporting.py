@@ -34,7 +34,10 @@ def report(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Traffic file as for `plan`, output of `simulate --json`, or live statistics.",
+            help=(
+                "Traffic file that `plan` reads, output of `simulate --json`, or saved live "
+                "statistics."
+            ),
         ),
     ],
     output: Annotated[
@@ -49,7 +52,10 @@ def report(
     ] = None,
     figure: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Write only this figure as SVG, such as `waste`."),
+        typer.Option(
+            metavar="NAME",
+            help="Figure to write as SVG instead of the whole report, such as `waste`.",
+        ),
     ] = None,
     policy: PolicyOption = None,
     sizes: SizesOption = None,

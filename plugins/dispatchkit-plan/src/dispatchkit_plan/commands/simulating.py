@@ -50,7 +50,7 @@ def simulate(
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="Policy that decides; repeat the option to compare several policies.",
+            help="Policy to simulate; repeat the option to compare several policies.",
             show_default=False,
         ),
     ] = None,
@@ -63,7 +63,9 @@ def simulate(
     ] = None,
     max_bytes: Annotated[
         str | None,
-        typer.Option("--max-bytes", metavar="N", help="Maximum memory of live graphs per lane."),
+        typer.Option(
+            "--max-bytes", metavar="N", help="Maximum memory of live graphs per lane, in bytes."
+        ),
     ] = None,
     eviction: Annotated[
         str | None,
@@ -71,11 +73,17 @@ def simulate(
     ] = None,
     capture_after: Annotated[
         str | None,
-        typer.Option("--capture-after", metavar="N", help="Calls before a key is captured."),
+        typer.Option(
+            "--capture-after",
+            metavar="N",
+            help="Capture the graph of a key on the Nth step that needs it.",
+        ),
     ] = None,
     lanes: Annotated[
         int,
-        typer.Option("--lanes", metavar="N", help="Number of lanes, which run the steps in turn."),
+        typer.Option(
+            "--lanes", metavar="N", help="Number of lanes; the steps are assigned to them in turn."
+        ),
     ] = 1,
     ranks: Annotated[
         int,
@@ -86,7 +94,10 @@ def simulate(
         ),
     ] = 1,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Seed of the noise in measured times.")
+        int,
+        typer.Option(
+            "--seed", metavar="N", help="Random seed for the noise of the simulated measurements."
+        ),
     ] = 0,
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
