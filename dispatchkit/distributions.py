@@ -1,8 +1,8 @@
 """The distributions that provide names outside the core.
 
-In the core, only this file names dispatchkit's plugins. It contains the default policy, and the
-table behind the installation hints in messages. A plugin is imported only if a user requests one of
-its names.
+In the core, only this file names dispatchkit's plugins. It names the default policy, and contains
+the table for the installation hints in messages. A plugin is imported only if a user requests one
+of its names.
 """
 
 from __future__ import annotations

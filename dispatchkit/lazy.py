@@ -17,8 +17,8 @@ def lazy_names(
 
     Args:
         package: The package's ``__name__``.
-        modules: The module of each name, relative to the package: ``"costs"`` is inside it,
-            ``".costs"`` next to it.
+        modules: The module of each name, relative to the package: ``"costs"`` is inside it, and
+            ``".costs"`` is next to it.
     """
 
     def get(name: str) -> Any:

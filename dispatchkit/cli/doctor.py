@@ -348,7 +348,10 @@ def _describe(backend: GraphBackend) -> str:
 
 
 def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | None]:
-    """Return the time of the chain in microseconds, eager and replayed; None if results differ."""
+    """Return the microseconds of a chain of kernels, eager and replayed.
+
+    Both are None if the results differ.
+    """
     import torch
 
     number = torch.zeros(64, device=backend.torch_device)

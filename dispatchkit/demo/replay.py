@@ -434,7 +434,7 @@ def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
 
 
 def _read_file(path: Path) -> StepTrace:
-    """Return the steps in a trace file; with dispatchkit-plan, also from a histogram or log."""
+    """Return the steps of a trace file or, with dispatchkit-plan, of a histogram or log."""
     try:
         read: Callable[[Path], StepTrace] = load_attribute("read_steps")
     except MissingDistributionError as missing:

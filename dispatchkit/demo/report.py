@@ -83,8 +83,9 @@ class Batch1:
     """Times of decoding a single request, where launch overhead is largest.
 
     Attributes:
-        eager_us: Microseconds of an eager step (median of means, device idle at both ends).
-        dispatched_us: Microseconds of a dispatched step.
+        eager_us: Microseconds of an eager step: the median of several means, each over a series of
+            steps from an idle device to an idle device.
+        dispatched_us: Microseconds of a dispatched step, measured in the same way.
         mode: Runtime mode of the step.
         ratio: Eager time divided by dispatched time.
     """

@@ -134,9 +134,9 @@ class Controls:
             keys: Keys to capture; by default all declared keys. As in ``capture``, the largest is
                 captured first, and no graph is evicted to free memory.
             max_pause_us: Longest acceptable delay of a step, in microseconds.
-            between_operators: Whether to let steps run between two operators of a warmup or capture
-                after ``max_pause_us``. This is safe only if the step does not temporarily change
-                attributes or globals.
+            between_operators: Whether to let steps run between two operators of a warmup or
+                capture, once steps have waited for ``max_pause_us``. This is safe only if the step
+                does not temporarily change attributes or globals.
 
         Returns:
             The capture in progress, which can be waited for or stopped.

@@ -160,7 +160,7 @@ class RunnerTests:
     # -- reasons --------------------------------------------------------------------------
 
     def test_every_step_is_counted_once_and_every_eager_one_with_a_reason(self) -> None:
-        """Operators need the reason of every eager step, and each step runs exactly once."""
+        """Operators need a reason for every eager step, and each step must run exactly once."""
         with self._pair() as pair:
             for _ in range(self.num_steps):
                 num_tokens = pair.rng.randint(1, pair.runner.config.max_num_tokens)

@@ -32,7 +32,7 @@ class SmallestPolicy:
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return one key per capture size, kind of batch and captured number of adapters."""
+        """Return one key per capture size, kind of batch and number in ``lora_counts``."""
         loras = self.lora_counts(config)
         return [*_mixed_keys(config, loras), *_uniform_keys(config, loras)]
 
@@ -65,7 +65,7 @@ class OneBucketPolicy(SmallestPolicy):
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return one key per mode, capture size and captured number of adapters."""
+        """Return one key per mode, capture size and number of adapters to capture for."""
         wanted = {
             RuntimeMode.FULL: config.mode.has_full_cudagraphs(),
             RuntimeMode.PIECEWISE: config.mode.has_piecewise_cudagraphs(),

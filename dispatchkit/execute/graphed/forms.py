@@ -243,7 +243,7 @@ def _step_of(
     spec: TreeSpec,
     call: _CurrentCall | None,
 ) -> Callable[..., Any]:
-    """Return a step that calls the target with the nesting and constants of a form.
+    """Return a step that calls the target with arguments nested as in a form.
 
     If the step receives the tensors of the current call, it passes the caller's own arguments. For
     dummy rows, it builds new containers, and raises a CaptureError if the target writes to them.

@@ -1,4 +1,4 @@
-"""Create a module that runs its calls through graphs and otherwise equals the original.
+"""Create a module that runs its calls through graphs and otherwise behaves like the original.
 
 The new module is an instance of a subclass of the original's class, and shares its ``__dict__``.
 Both modules therefore have the same parameters, buffers, submodules, hooks and attributes, and the

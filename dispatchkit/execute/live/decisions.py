@@ -87,8 +87,8 @@ class DecisionRunner:
             InputError: An input is missing or unknown, or has the wrong dtype, device or shape; or
                 the decision is for a different number of rows or different buckets. The step has
                 not run.
-            ReplayError: The graph was evicted, was captured under other modes (autocast, training)
-                or could not be launched, or the current stream is capturing.
+            ReplayError: The graph was evicted, was captured under different modes (autocast,
+                training) or could not be launched, or the current stream is capturing.
         """
         executor, reader = self._executor, self._reader
         eager, backend = executor.eager, executor.work.backend

@@ -3,8 +3,8 @@
 Padding rows may write to a sink that no row of a batch uses, and eager does not write there. The
 sink need not be declared: it consists of the elements that only padding has changed. If padding
 changes an element that rows of a batch have also changed, the fill value of an input points to
-state in use. Changes in unchecked steps (``check`` above 1 or ``"first"``, other runners) are not
-recorded.
+state in use. Changes in unchecked steps are not recorded: steps that a ``check`` above 1 or
+``"first"`` skips, and steps of other runners.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ def _read_dict(target: Any) -> dict[Any, Any]:
 
 
 def _read_public(target: dict[str, Any]) -> dict[str, Any]:
-    """Return the public attributes of a library object that are values, not parts of it."""
+    """Return the public attributes of a library object that are plain values or tensors."""
     return {
         name: value
         for name, value in target.items()

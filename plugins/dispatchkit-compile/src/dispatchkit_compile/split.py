@@ -67,7 +67,7 @@ def split_module(
             dimension. Tensors are batched in dimension 0 if they have the length of the first
             tensor.
         at: Operations that run eager between graphs, in addition to ``eager_region`` blocks and
-            operators that cannot be captured for every batch. Allowed are operators (objects, or
+            operators that cannot be captured for every batch. Entries are operators (objects, or
             names such as ``"vllm::attention"``), modules (paths, path patterns, classes or class
             names), and functions or tensor methods (objects or names).
         device: Device of inputs declared by a StaticInput; by default the device of the weights.

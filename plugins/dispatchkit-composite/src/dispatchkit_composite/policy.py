@@ -104,7 +104,7 @@ class CompositePolicy:
 
     @property
     def traits(self) -> frozenset[str]:
-        """The traits of the only member, or ``stateless`` if all of several members have it."""
+        """The traits of a single member; of several members, only ``stateless`` if all have it."""
         claimed = [policy_traits(one.policy) for one in self._members]
         if len(claimed) == 1:
             return claimed[0]

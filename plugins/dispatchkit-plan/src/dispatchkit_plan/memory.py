@@ -2,7 +2,7 @@
 
 Graphs of one lane share a pool and reuse each other's temporary memory. The pool grows only when a
 graph needs more temporary memory than any earlier graph. This is the case for the largest graph,
-which is captured first, and sometimes for a small graph that uses another kernel. Memory that a
+which is captured first, and sometimes for a small graph that uses a different kernel. Memory that a
 graph keeps (tensors that outlive its capture) is added for each graph. The forecast is therefore
 the size of the pool after the sampled captures, plus the memory that the graph of each unsampled
 size will keep. The memory kept by a size between two samples is assumed to be between the memory

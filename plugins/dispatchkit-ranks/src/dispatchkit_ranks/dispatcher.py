@@ -211,8 +211,7 @@ class RankedDispatcher:
     ) -> Decision:
         """Return the decision of this step that all ranks agreed on.
 
-        ``num_tokens`` of the decision is the agreed number, which may exceed the number of this
-        rank.
+        ``num_tokens`` of the decision is the agreed number, which may exceed this rank's number.
 
         Raises:
             DescriptorError: See ``agree``.

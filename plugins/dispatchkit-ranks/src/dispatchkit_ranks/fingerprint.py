@@ -72,7 +72,7 @@ def fingerprint(
 
 
 def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> dict[str, str]:
-    """Return the values that differ between ranks, as "ranks 0, 1 have X; rank 2 has Y" by name.
+    """Return the values that differ, by name, such as "ranks 0, 1 have X; rank 2 has Y".
 
     Args:
         facts: The fingerprint of each rank.

@@ -3,8 +3,8 @@
 If the runner has an axis, every size is measured with every bucket of the axis.
 
 The step runs in a new runner with a graph for every size and mode, so the original runner keeps its
-graphs, counters and policy. State that the step changes (a key/value cache) and the state of random
-generators are saved and restored.
+graphs, counters and policy. State that the step changes (such as a key/value cache) and the state
+of random generators are saved and restored.
 
 The time of a step is the time, on host and device, that it adds to a sequence of steps:
 

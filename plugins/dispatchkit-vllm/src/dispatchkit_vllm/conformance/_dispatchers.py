@@ -191,7 +191,7 @@ def mode_of(cfg: Record) -> CUDAGraphMode:
 
 
 def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
-    """Return a new dispatcher, or None if its construction fails or was recorded to fail."""
+    """Return a new dispatcher, or None if its construction fails or failed in the record."""
     dispatcher: list[Any] = []
     error = error_of(lambda: dispatcher.append(make()))
     found.compare_error("construct_error", record.get("construct_error"), error)
