@@ -48,7 +48,10 @@ def test_claimed_traits_are_the_documented_ones():
     ("column", "value"),
     [
         ("adapters", lambda dialect: WORDS[dialect.loras]),
-        ("keys contain requests", lambda dialect: "yes" if dialect.names_requests else "no"),
+        (
+            "keys contain the number of requests",
+            lambda dialect: "yes" if dialect.names_requests else "no",
+        ),
     ],
 )
 def test_documented_variations_are_the_data(column, value):
