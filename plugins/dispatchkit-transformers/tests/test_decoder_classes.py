@@ -97,8 +97,9 @@ def test_a_class_that_is_not_served_is_refused_by_name(name):
     if model is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     given = {"max_source_length": 12} if model.config.is_encoder_decoder else {}
-    with pytest.raises(ConfigError, match=f"{reason}.*{name}"):
+    with pytest.raises(ConfigError, match=reason) as caught:
         decoder_of(model, **given)
+    assert name in str(caught.value)
 
 
 def source_of(model, length):

@@ -579,16 +579,16 @@ def test_a_batch_above_the_limit_is_an_error(one_model, prompts):
 
 def test_arguments_of_another_kind_are_errors(one_model):
     for sizes in ("16", 16):
-        with pytest.raises(ConfigError, match=r"prompt_sizes must be .* such as \(16, 64, 256\)"):
+        with pytest.raises(ConfigError, match=r"prompt_sizes must be .* such as \[16, 64, 256\]"):
             decoder_of(one_model, prompt_sizes=sizes)
         with pytest.raises(
             ConfigError,
-            match=r"cache lengths, the largest equal to max_length, such as \(16,\)",
+            match=r"a list of cache lengths up to max_length, such as \[16\]",
         ):
             decoder_of(one_model, max_length=16, lengths=sizes)
     with pytest.raises(ConfigError, match="options must be a RunnerOptions object, got 3"):
         decoder_of(one_model, options=3)
-    with pytest.raises(ConfigError, match="forward must be a function, or None for the model, got"):
+    with pytest.raises(ConfigError, match="forward must be a function or None, got 3"):
         decoder_of(one_model, forward=3)
     decoder = decoder_of(one_model)
     ids = torch.ones(1, 2, dtype=torch.long)
@@ -602,7 +602,7 @@ def test_arguments_of_another_kind_are_errors(one_model):
         (torch.ones(1, 2), r"int64 tensor of tokens \(B, T\), got torch.float32"),
         ({"input_ids": torch.ones(1, 2)}, r"got dict. For the result of a tokenizer .* \*\*inputs"),
         (torch.tensor([5, 6]), r"got \(2,\). For a single prompt, pass input_ids\[None\]"),
-        (torch.ones(1, 0, dtype=torch.long), r"shape \(B, T\), T at least 1, got \(1, 0\)\.$"),
+        (torch.ones(1, 0, dtype=torch.long), r"shape \(B, T\) with T at least 1, got \(1, 0\)\.$"),
     ):
         for call in (
             decoder.admit,
@@ -612,7 +612,8 @@ def test_arguments_of_another_kind_are_errors(one_model):
             with pytest.raises(InputError, match=problem):
                 call(ids)
     with pytest.raises(
-        DescriptorError, match=r"rows must be a list of rows, got 0. For a single row, pass \[0\]"
+        DescriptorError,
+        match=r"rows must be a list of row indices, got 0. For a single row, pass \[0\]",
     ):
         decoder.drop(0)
     assert decoder.num_rows == 0
@@ -623,7 +624,7 @@ def test_arguments_of_another_kind_are_errors(one_model):
 def test_a_token_outside_the_vocabulary_is_an_error(one_model, token, settings):
     """It is refused before anything runs, with prompts through graphs or not."""
     decoder = decoder_of(one_model, **settings)
-    with pytest.raises(InputError, match=rf"tokens from 0 to 96, .*, got {token}\."):
+    with pytest.raises(InputError, match=rf"tokens from 0 to 96 .*, got {token}\."):
         decoder.admit(torch.tensor([[5, token, 6]]))
     assert decoder.num_rows == 0
 
@@ -643,7 +644,7 @@ def test_prompts_of_an_encoder_decoder_are_tokens_of_its_decoder():
     with torch.no_grad():
         encoded = decoder.model.get_encoder()(torch.tensor([[50, 60]]))
     decoder.admit(torch.tensor([[39]]), encoder_outputs=encoded)
-    with pytest.raises(InputError, match=r"tokens from 0 to 39, .*, got 40"):
+    with pytest.raises(InputError, match=r"tokens from 0 to 39 .*, got 40"):
         decoder.admit(torch.tensor([[40]]), encoder_outputs=encoded)
 
 

@@ -188,15 +188,16 @@ def test_command_counts_per_file_and_in_all(tmp_path: Path, capsys: pytest.Captu
     record["truthy"] = not record["truthy"]
     bad = write(tmp_path / "bad.jsonl", record, *records("mode-enum")[1:])
     assert main([good]) == 0
-    assert "all: 5 passed, 0 failed" in capsys.readouterr().out
+    assert "all files: 5 records passed, 0 failed" in capsys.readouterr().out
     assert main([good, bad]) == 1
     out = capsys.readouterr().out
-    assert f"{good}: 5 passed, 0 failed" in out
-    assert f"{bad}: 4 passed, 1 failed" in out
-    assert "all: 9 passed, 1 failed" in out
+    assert f"{good}: 5 records passed, 0 failed" in out
+    assert f"{bad}: 4 records passed, 1 failed" in out
+    assert "all files: 9 records passed, 1 failed" in out
     assert "truthy: expected True, got False" in out
 
 
 def test_command_says_which_file_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path / "missing.jsonl")]) == 2
-    assert "missing.jsonl: cannot be read" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.endswith("missing.jsonl: No such file or directory.\n")

@@ -177,14 +177,14 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
         raise ConfigError(
             "lengths",
             lengths,
-            f"cache lengths, the largest equal to max_length, such as ({max_length},)",
+            f"a list of cache lengths up to max_length, such as [{max_length}]",
         )
     made = tuple(sorted(set(check_counts(lengths, "lengths"))))
     if not made or made[-1] != max_length:
         raise ConfigError(
             "lengths",
             list(lengths),
-            f"cache lengths, the largest equal to max_length ({max_length})",
+            f"a list of cache lengths whose largest is max_length ({max_length})",
         )
     return made
 

@@ -53,13 +53,20 @@ try:
         left_paddings,
     )
     from dispatchkit_transformers.prompts import (
+        NO_PROMPT_SIZES,
         EagerPrompts,
         PromptRunner,
         check_prompt_sizes,
         prompt_runner,
     )
     from dispatchkit_transformers.slot_cache import SlotCache
-    from dispatchkit_transformers.static_models import Probe, Source, probe, supports_drafts
+    from dispatchkit_transformers.static_models import (
+        Probe,
+        Source,
+        in_training_mode,
+        probe,
+        supports_drafts,
+    )
 except ImportError as _error:
     raise BackendUnavailableError(
         "GraphDecoder requires transformers 4.57.1 to 5.x, which cannot be imported: "
@@ -182,7 +189,9 @@ class GraphDecoder:
         self._check_drafts_fit()
         self.device: torch.device = self._probe.device
         if not isinstance(compile, bool) and not callable(compile):
-            raise ConfigError("compile", compile, "True, False or a function of the step")
+            raise ConfigError(
+                "compile", compile, "True, False or a function that receives the step"
+            )
         if compile and self._probe.embeddings:
             raise ConfigError(
                 "compile", compile, "False for a model that does not accept position_ids",
@@ -190,10 +199,12 @@ class GraphDecoder:
             )  # fmt: skip
         self._compile = compile_for_any_size if compile is True else compile or None
         if forward is not None and not callable(forward):
-            raise ConfigError("forward", forward, "a function, or None for the model")
+            raise ConfigError(
+                "forward", forward, "a function or None", "None calls the model itself."
+            )
         options = RunnerOptions() if options is None else options
         if not isinstance(options, RunnerOptions):
-            raise ConfigError("options", options, "RunnerOptions")
+            raise ConfigError("options", options, "a RunnerOptions object")
         if backend == "auto" and options.device is None:
             options = attrs.evolve(options, device=self.device)
         if options.buffers.output_batch_dims == DERIVED:
@@ -425,7 +436,11 @@ class GraphDecoder:
                 would need were overwritten.
         """
         if len(lengths) != self.num_rows:
-            raise DescriptorError("lengths", list(lengths), f"one for each of {self.num_rows} rows")
+            raise DescriptorError(
+                "lengths",
+                list(lengths),
+                f"a list with one length per row, for {counted(self.num_rows, 'row')}",
+            )
         back = self.cache.max_discarded
         if back == 0:
             self._check_ended()
@@ -452,14 +467,14 @@ class GraphDecoder:
         """
         if not isinstance(rows, Iterable):
             raise DescriptorError(
-                "rows", rows, "a list of rows", f"For a single row, pass [{rows!r}]."
+                "rows", rows, "a list of row indices", f"For a single row, pass [{rows!r}]."
             )
         hint = "For a mask, pass mask.nonzero().flatten()."
         gone: set[int] = set()
         for row in rows:
             number = whole_number(row)
             if number is None or not 0 <= number < self.num_rows:
-                allowed = f"at least 0 and less than {self.num_rows}, the number of live rows"
+                allowed = f"at least 0 and less than {self.num_rows} (the number of live rows)"
                 raise DescriptorError("row", row, allowed, hint)
             if number in gone:
                 raise DescriptorError("row", row, "given only once", hint)
@@ -516,7 +531,9 @@ class GraphDecoder:
                 ``num_draft_tokens``.
         """
         if logits and drafts:
-            raise ConfigError("logits", True, "False with drafts=True")
+            raise ConfigError(
+                "logits", True, "False if drafts=True", "Each of the two has its own runner."
+            )
         if drafts:
             self.check_has_drafts()
         return self._runner(DRAFTS if drafts else "logits" if logits else "tokens")
@@ -528,10 +545,17 @@ class GraphDecoder:
             ConfigError: All prompts run eager.
         """
         if isinstance(self._prompts, EagerPrompts):
+            reason = self._prompts.reason
+            hint = "The model does not support chunked prompts."
+            if reason == NO_PROMPT_SIZES:
+                hint = "Create GraphDecoder(..., prompt_sizes=...)."
             raise ConfigError(
                 "prompt_sizes",
-                self._prompts.reason,
-                "set, and supported by the model",
+                reason,
+                "set and supported by the model",
+                hint,
+                message="There is no runner of prompt chunks, because all prompts run eager "
+                f"({reason}).",
             )
         return self._prompts.runner
 
@@ -612,11 +636,13 @@ class GraphDecoder:
         rows, length = states.shape[:2]
         least = self._source_length if self._probe.has_one_source_length else 1
         if rows != input_ids.shape[0] or not least <= length <= self._source_length:
+            positions = counted(self._source_length, "position")
+            if least < self._source_length:
+                positions = f"{least} to {positions}"
             raise InputError(
                 "encoder_outputs",
-                f"encoder_outputs must have {counted(input_ids.shape[0], 'row')} and {least} to "
-                f"{self._source_length} positions (max_source_length), got shape "
-                f"{tuple(states.shape)}.",
+                f"encoder_outputs must have {counted(input_ids.shape[0], 'row')} and {positions} "
+                f"(max_source_length), got shape {tuple(states.shape)}.",
             )
         if mask is None:
             mask = torch.ones(rows, length, dtype=torch.bool, device=states.device)
@@ -655,8 +681,8 @@ class GraphDecoder:
                 "rows",
                 f"A step of the {counted(self.num_rows, 'row')} was interrupted or raised an "
                 "error, and may be incomplete. Call reset() and admit the rows again. Without "
-                "recurrent layers, "
-                "you can instead call truncate(row_lengths) and assign the tokens before the step.",
+                "recurrent layers, you can instead call truncate(row_lengths) and assign the "
+                "tokens from before the step to decoder.tokens.",
             )
 
     def _end_step(self, lengths: list[int]) -> None:
@@ -691,20 +717,22 @@ class GraphDecoder:
         if self.cache.states:
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
-                f"0 for {name}, whose recurrent layers cannot undo a rejected draft",
-                "Omit it.",
+                f"0 for {name}",
+                "Its recurrent layers cannot undo a rejected draft.",
             )  # fmt: skip
         if not supports_drafts(self._probe, self.max_length):
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
-                f"0 for {name}, whose steps of several tokens return different logits from prompts",
-                "Omit it.",
+                f"0 for {name}",
+                "Its steps of several tokens return different logits from prompts.",
             )  # fmt: skip
 
     def check_has_rows(self) -> None:
         """Raise DescriptorError if there are no rows."""
         if not self._lengths:
-            raise DescriptorError("rows", 0, "at least 1", "Call admit() first.")
+            raise DescriptorError(
+                "rows", 0, "at least 1", "Call admit() first.", message="The decoder has no rows."
+            )
 
     def check_has_drafts(self) -> None:
         """Raise ConfigError if the decoder was created without ``num_draft_tokens``."""
@@ -725,8 +753,8 @@ class GraphDecoder:
         if drafts.dim() != 2 or len(drafts) != rows or not 1 <= drafts.shape[1] <= most:
             raise InputError(
                 DRAFTS,
-                f"drafts must have shape ({rows}, N), N from 1 to num_draft_tokens ({most}), got "
-                f"{tuple(drafts.shape)}. For missing drafts, pass -1.",
+                f"drafts must have shape ({rows}, N) with N from 1 to num_draft_tokens ({most}), "
+                f"got {tuple(drafts.shape)}. For missing drafts, pass -1.",
             )
 
     def check_fits(self, rows: int, longest: int) -> None:
@@ -745,14 +773,16 @@ class GraphDecoder:
 
     def _check_model(self) -> None:
         if self.model.training:
-            raise ConfigError("model", "training mode", "in evaluation mode", "Call model.eval().")
+            raise in_training_mode()
         now = next(self.model.parameters())
         if now.device != self.device or now.dtype != self._probe.dtype:
             raise ConfigError(
                 "model",
                 f"{now.dtype} on {now.device}",
-                f"{self._probe.dtype} on {self.device}, as when the GraphDecoder was created",
+                f"{self._probe.dtype} on {self.device}",
                 "Create a new GraphDecoder after moving or converting the model.",
+                message=f"The model is now {now.dtype} on {now.device}, but was "
+                f"{self._probe.dtype} on {self.device} when the GraphDecoder was created.",
             )
 
     def _no_rows(self) -> torch.Tensor:

@@ -36,10 +36,10 @@ _MODEL_INPUTS = frozenset(
 
 
 _NOT_STEPWISE = (
-    "This option needs another decoding loop. Omit it, or call the model's own generate()."
+    "This option needs a different decoding loop. Omit it, or call the model's own generate()."
 )
 _COUNTS = ("num_beams", "num_beam_groups")
-_DRAFTS = "For the same tokens, call SpeculativeDecoder(decoder, {}).generate()."
+_DRAFTS = "To decode with drafts, call SpeculativeDecoder(decoder, {}).generate()."
 _NO_RESULT = "Graphs return only tokens and logits. Call the model's own generate()."
 
 #: Unsupported options, with the alternative to suggest.
@@ -249,8 +249,8 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
     if model is not decoder.model:
         raise ConfigError(
             "custom_generate",
-            type(model).__name__,
-            "a decoder of the model that generates",
+            f"decoder of a different {type(decoder.model).__name__}",
+            "a decoder of the model whose generate() is called",
             "Create a decoder for this model.",
         )
     if decoder.num_rows:
@@ -266,7 +266,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         if given is not None and _has_seen(given):
             raise ConfigError(
                 name,
-                type(given).__name__,
+                f"{type(given).__name__} with tokens",
                 "omitted or empty",
                 "Pass whole prompts: decoding starts at their first token.",
             )
@@ -310,12 +310,15 @@ def _logits_of(decoder: RowDecoder, processors: Any) -> Callable[[], torch.Tenso
         ConfigError: The decoder does not return logits.
     """
     if not isinstance(decoder, LogitsDecoder):
-        asked = [type(one).__name__ for one in processors]
+        asked = ", ".join(type(one).__name__ for one in processors) or "sampling, scores or logits"
+        name = type(decoder).__name__
         raise ConfigError(
             "generate",
-            f"sampling, scores or logits processors {asked}",
+            asked,
             "called for greedy decoding without scores, logits or logits processors",
-            "Omit these and pass do_sample=False, or call the decoder's own generate().",
+            "Pass do_sample=False and omit scores, logits and logits processors, or call "
+            "generate() of a GraphDecoder.",
+            message=f"{name} supports only greedy decoding, but this call needs {asked}.",
         )
     return decoder.logits
 
@@ -448,7 +451,7 @@ def check_prompts(input_ids: Any) -> None:
     if input_ids.dim() != 2 or not input_ids.shape[1]:
         hint = "For a single prompt, pass input_ids[None]." if input_ids.dim() == 1 else ""
         shape = tuple(input_ids.shape)
-        text = f"input_ids must have shape (B, T), T at least 1, got {shape}. {hint}"
+        text = f"input_ids must have shape (B, T) with T at least 1, got {shape}. {hint}"
         raise InputError("input_ids", text.strip())
 
 
@@ -506,6 +509,6 @@ def check_tokens(input_ids: torch.Tensor, vocabulary: int) -> None:
     if least < 0 or most >= vocabulary:
         raise InputError(
             "input_ids",
-            f"input_ids must be tokens from 0 to {vocabulary - 1}, the model's vocabulary, got "
+            f"input_ids must be tokens from 0 to {vocabulary - 1} (the model's vocabulary), got "
             f"{least if least < 0 else most}. Check that the tokenizer belongs to the model.",
         )

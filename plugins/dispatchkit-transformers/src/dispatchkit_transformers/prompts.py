@@ -36,6 +36,8 @@ from dispatchkit_transformers.static_models import (
 
 #: Name under which prompts that ran through graphs are counted.
 GRAPHS = "graphs"
+#: Reason for running all prompts eager if there are no ``prompt_sizes``.
+NO_PROMPT_SIZES = "no_prompt_sizes"
 #: Function that runs prompts (first slot, prompts (B, T), lengths) and returns their logits (B, V).
 Run = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
 
@@ -54,10 +56,14 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
         ConfigError: A size is invalid or exceeds ``max_length``.
     """
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
-        raise ConfigError("prompt_sizes", sizes, "chunk sizes in tokens, such as (16, 64, 256)")
+        raise ConfigError(
+            "prompt_sizes", sizes, "a list of chunk sizes in tokens, such as [16, 64, 256]"
+        )
     made = tuple(sorted(set(check_counts(sizes, "prompt_sizes"))))
     if made and made[-1] > max_length:
-        raise ConfigError("prompt_sizes", made, f"at most max_length ({max_length})")
+        raise ConfigError(
+            "prompt_sizes", made, f"a list of sizes of at most max_length ({max_length})"
+        )
     return made
 
 
@@ -379,7 +385,7 @@ def prompt_runner(
     The arguments are those of ``PromptRunner``. Without sizes, all prompts run eager.
     """
     if not sizes:
-        return EagerPrompts("no_prompt_sizes")
+        return EagerPrompts(NO_PROMPT_SIZES)
     if probe.cross:
         # The prompt also computes the keys and values of the source, which chunks cannot do.
         return EagerPrompts("encoder_decoder")

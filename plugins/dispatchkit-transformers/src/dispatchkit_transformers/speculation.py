@@ -91,11 +91,12 @@ class SpeculativeDecoder:
                 "drafter.num_draft_tokens",
                 drafter.num_draft_tokens,
                 f"from 1 to the decoder's num_draft_tokens ({decoder.num_draft_tokens})",
-                f"Create GraphDecoder(..., num_draft_tokens={drafter.num_draft_tokens}).",
+                "Change num_draft_tokens of the drafter, or create a GraphDecoder with a larger "
+                "num_draft_tokens.",
             )
         if decoder.num_rows:
             hint = "Call decoder.reset() first."
-            raise ConfigError("decoder", f"{decoder.num_rows} rows", "without rows", hint)
+            raise ConfigError("decoder.num_rows", decoder.num_rows, "0", hint)
         self.decoder, self.drafter = decoder, drafter
         self._lengths: tuple[int, ...] = ()
 
@@ -148,9 +149,9 @@ class SpeculativeDecoder:
         if decoder.row_lengths != self._lengths:
             raise InputError(
                 "rows",
-                f"rows must have the lengths after the last step, {self._lengths}, got "
-                f"{decoder.row_lengths}. Call admit, step and drop of the SpeculativeDecoder, "
-                "not of its decoder.",
+                "The rows of the decoder were changed by calls outside the SpeculativeDecoder: "
+                f"their lengths are {decoder.row_lengths}, but were {self._lengths} after the "
+                "last step. Call admit, step and drop of the SpeculativeDecoder instead.",
             )
         decoder.check_has_rows()
         drafts = self.drafter.propose(decoder.tokens, decoder.positions, self._lengths)
@@ -283,21 +284,27 @@ class DraftModel:
         for name in ("max_batch_size", "max_length"):
             given, least = getattr(small, name), getattr(decoder, name)
             if given < least:
-                raise ConfigError(f"small.{name}", given, f"at least {least}, the decoder's {name}")
+                raise ConfigError(
+                    f"small.{name}", given, f"at least {least} (the decoder's {name})"
+                )
         if small.vocabulary <= decoder.vocabulary - _MOST_PADDING:
             raise ConfigError(
                 "small.vocabulary", small.vocabulary,
-                f"at least {decoder.vocabulary - _MOST_PADDING + 1}, because the decoder's is "
-                f"{decoder.vocabulary}",
-                "Use a model with the same tokenizer.",
+                f"at least {decoder.vocabulary - _MOST_PADDING + 1}",
+                f"The decoder's vocabulary is {decoder.vocabulary}. Use a model with the same "
+                "tokenizer.",
             )  # fmt: skip
         if not small.num_draft_tokens:
             raise ConfigError("small.num_draft_tokens", 0, "at least 1", hint)
         if small.cache.has_sources:
-            raise ConfigError("small", type(small.model).__name__, "a model without an encoder")
-        if small is decoder or small.num_rows:
-            given = "decoder itself" if small is decoder else f"{small.num_rows} rows"
-            raise ConfigError("small", given, "a different decoder, without rows")
+            raise ConfigError(
+                "small", type(small.model).__name__, "a decoder of a model without an encoder"
+            )
+        if small is decoder:
+            allowed = "a GraphDecoder other than the target decoder"
+            raise ConfigError("small", small, allowed, hint)
+        if small.num_rows:
+            raise ConfigError("small.num_rows", small.num_rows, "0", "Call small.reset() first.")
         self._decoder = small
         # Tokens that the smaller model lacks are padding of the vocabulary. Replacing them can only
         # make drafts wrong.

@@ -154,7 +154,7 @@ class Probe:
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=source.states)
             given["attention_mask"] = source.mask.long()
         output = self.model(use_cache=True, return_dict=True, **given, **self._last(1))
-        layers, cross = _layers_of(output, self.cache_name)
+        layers, cross = _layers_of(output, self.cache_name, type(self.model).__name__)
         return PromptOutput(layers, cross, output.logits[:, -1].float())
 
     def step(
@@ -239,21 +239,19 @@ def probe(model: Any, max_length: int) -> Probe:
         raise ConfigError("model", name, "a transformers model that can generate text")
     text = _text(model)
     if model.training:
-        raise ConfigError(
-            "model", f"{name} in training mode", "in evaluation mode", "Call model.eval()."
-        )
+        raise in_training_mode()
     attention = model.config._attn_implementation
     if attention not in _ATTENTION:
         raise ConfigError(
             "attn_implementation",
             attention,
-            f"one of {', '.join(_ATTENTION)}, which accept a mask for each row",
-            "Call model.set_attn_implementation('sdpa').",
+            f"one of {', '.join(_ATTENTION)}",
+            "These accept a mask for each row. Call model.set_attn_implementation('sdpa').",
         )
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and max_length > limit:
         raise ConfigError(
-            "max_length", max_length, f"at most {limit}, the max_position_embeddings of {name}"
+            "max_length", max_length, f"at most {limit} (the max_position_embeddings of {name})"
         )
     parameters = inspect.signature(model.forward).parameters
     cache_name = next((one for one in CACHE_NAMES if one in parameters), None)
@@ -282,11 +280,11 @@ def probe(model: Any, max_length: int) -> Probe:
         tokens = torch.ones(1, 1, dtype=torch.int64, device=first.device)
         try:
             seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
-        except torch.OutOfMemoryError:
-            raise  # not caused by the model
+        except (torch.OutOfMemoryError, ConfigError):
+            raise  # not caused by the model, or already explained
         except CALL_ERRORS as error:
-            allowed = f"a model that returns its cache for a prompt of one token{_cause(error)}"
-            raise ConfigError("model", name, allowed, _ADVICE) from error
+            allowed = "a model that returns its cache for a prompt of one token"
+            raise ConfigError("model", name, allowed, f"{_cause(error)}{_ADVICE}") from error
         made = _with_mask_format(
             attrs.evolve(found, layers=seen.layers, cross=seen.cross), max_length
         )
@@ -294,9 +292,10 @@ def probe(model: Any, max_length: int) -> Probe:
             raise ConfigError(
                 "max_length",
                 max_length,
-                f"smaller for {name}, whose logits depend on the number of cached tokens from "
-                "some length on (like the attention temperature of Llama 4)",
-                f"Rows at different positions would need different numbers. {_ADVICE}",
+                f"smaller for {name}",
+                "From some length on, its logits depend on the number of cached tokens (like the "
+                "attention temperature of Llama 4), which differs between the rows of a batch. "
+                f"{_ADVICE}",
             )
         return made
 
@@ -327,14 +326,27 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
         "model",
         type(found.model).__name__,
         "a model whose steps on a static cache, with rows at different positions, return the same "
-        f"logits as whole sequences{_cause(wrong)}",
-        _ADVICE,
+        "logits as whole sequences",
+        f"{_cause(wrong)}{_ADVICE}",
     )
 
 
 def _cause(error: Exception | None) -> str:
-    """Return a model's exception as the end of a one-line message; empty without an exception."""
-    return f": {type(error).__name__}: {str(error).partition(chr(10))[0]}" if error else ""
+    """Return a sentence about a model's exception, with a space; empty without an exception."""
+    if error is None:
+        return ""
+    return f"It raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. "
+
+
+def in_training_mode() -> ConfigError:
+    """Return the error for a model in training mode."""
+    return ConfigError(
+        "model",
+        "training mode",
+        "in evaluation mode",
+        "Call model.eval().",
+        message="The model must be in evaluation mode, but is in training mode.",
+    )
 
 
 def _depends_on_past(found: Probe, length: int) -> bool:
@@ -425,7 +437,7 @@ def _trial_source(found: Probe, length: int) -> Source | None:
     return Source(states, torch.ones(1, length, dtype=torch.bool, device=found.device))
 
 
-def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
+def _layers_of(output: Any, cache_name: str, model: str) -> tuple[list[Any], list[Any]]:
     """Return the layers of the returned cache, and of its cross-attention cache.
 
     Raises:
@@ -437,7 +449,7 @@ def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
     if not layers:
         raise ConfigError(
             "model",
-            f"a model that returns a {type(cache).__name__} as its cache",
+            f"{model}, whose cache is of type {type(cache).__name__} and has no layers",
             "a model that returns a cache with layers",
             _ADVICE,
         )
@@ -445,8 +457,8 @@ def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
     if odd:
         raise ConfigError(
             "model",
-            f"a model with layers of {', '.join(odd)}",
-            f"a model with only {', '.join(SUPPORTED_LAYERS)}",
+            f"{model}, whose cache also has layers of {', '.join(odd)}",
+            f"a model whose cache has only layers of {', '.join(SUPPORTED_LAYERS)}",
             _ADVICE,
         )
     return list(layers), list(cross)

@@ -75,7 +75,7 @@ _TRAITS = frozenset({"smallest_bucket", "monotone", "order", "stateless", "all_k
 
 V0_11 = Dialect(
     name="vllm@0.11",
-    summary="vLLM 0.11.0: (tokens, uniform), no adapters",
+    summary="vLLM 0.11.0: keys of tokens and uniformity, without adapters",
     loras=Loras.NONE,
     sizes_descending=True,
     names_requests=False,
@@ -83,7 +83,7 @@ V0_11 = Dialect(
 )
 V0_11_1 = Dialect(
     name="vllm@0.11.1",
-    summary="vLLM 0.11.1: like 0.11, with cascade attention and an adapter flag",
+    summary="vLLM 0.11.1: like 0.11.0, with cascade attention and an adapter flag",
     loras=Loras.FLAG,
     names_requests=False,
     rounding="0.11.1",
@@ -91,14 +91,14 @@ V0_11_1 = Dialect(
 )
 V0_13 = Dialect(
     name="vllm@0.13",
-    summary="vLLM 0.13: keys include requests, the dispatcher pads",
+    summary="vLLM 0.13: keys include the number of requests; the dispatcher pads batches",
     loras=Loras.FLAG,
     rounding="0.13",
     traits=_TRAITS,
 )
 V0_33 = Dialect(
     name="vllm@0.33",
-    summary="vLLM 0.33, first model runner: adapter counts, sets of allowed modes",
+    summary="vLLM 0.33, first model runner: adapter counts and sets of allowed modes",
     relaxes_mixed_full=False,
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
@@ -110,7 +110,7 @@ NEWEST = attrs.evolve(
 )
 MANAGER = Dialect(
     name="vllm@0.33-manager",
-    summary="vLLM 0.33, second model runner: the smallest graph of each mode",
+    summary="vLLM 0.33, second model runner: the smallest fitting graph of each mode",
     padding=Padding.PER_MODE,
     loras=Loras.CASES_CLAMPED,
     relaxes_mixed_full=False,
@@ -122,7 +122,7 @@ MANAGER = Dialect(
 )
 DRAFTER = Dialect(
     name="vllm-drafter",
-    summary="several uniform query lengths with aligned sizes",
+    summary="Several uniform query lengths, each with its own aligned sizes",
     padding=Padding.PER_QUERY_LEN,
     loras=Loras.NONE,
     names_requests=False,
@@ -130,7 +130,7 @@ DRAFTER = Dialect(
 )
 LORA_COUNT = Dialect(
     name="vllm-lora-count",
-    summary="one graph for each number of active adapters",
+    summary="One graph for each number of active adapters",
     loras=Loras.EVERY_COUNT,
     rounding="0.13",
     traits=_TRAITS,

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dispatchkit.errors import counted
+
 from dispatchkit_vllm.conformance import FileReport, check_file
 
 _MAX_RECORDS = 5
@@ -26,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m dispatchkit_vllm.conformance",
         description="Compare dispatchkit-vllm with golden vectors of published dispatchers.",
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="a .jsonl or .jsonl.gz file")
+    parser.add_argument(
+        "files", metavar="FILE", nargs="+", help="golden vectors in a .jsonl or .jsonl.gz file"
+    )
     options = parser.parse_args(arguments)
     num_passed = num_failed = num_compared = 0
     unreadable = False
@@ -37,14 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 warnings.simplefilter("ignore")
                 report = check_file(path)
         except (OSError, EOFError, UnicodeDecodeError) as error:
-            sys.stderr.write(f"{path}: cannot be read: {error}\n")
+            reason = getattr(error, "strerror", None) or error
+            sys.stderr.write(f"Cannot read {path}: {reason}.\n")
             unreadable = True
             continue
         _write_report(report)
         num_passed += report.num_passed
         num_failed += len(report.failed)
         num_compared += report.num_compared
-    _write_line(f"all: {num_passed} passed, {num_failed} failed ({num_compared} comparisons)")
+    _write_line(f"all files: {_counts(num_passed, num_failed, num_compared)}")
     if unreadable:
         return 2
     return 1 if num_failed else 0
@@ -66,21 +71,25 @@ def _write_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
+def _counts(num_passed: int, num_failed: int, num_compared: int) -> str:
+    return (
+        f"{counted(num_passed, 'record')} passed, {num_failed:,} failed "
+        f"({counted(num_compared, 'comparison')})"
+    )
+
+
 def _write_report(report: FileReport) -> None:
     failed = report.failed
-    _write_line(
-        f"{report.path}: {report.num_passed} passed, {len(failed)} failed "
-        f"({report.num_compared} comparisons)"
-    )
+    _write_line(f"{report.path}: {_counts(report.num_passed, len(failed), report.num_compared)}")
     for record in failed[:_MAX_RECORDS]:
         _write_line(f"  {record.name} (line {record.line}):")
         for problem in record.problems[:_MAX_PROBLEMS]:
             text = problem if len(problem) <= _MAX_TEXT else f"{problem[:_MAX_TEXT]}..."
             _write_line(f"    {text}")
         if len(record.problems) > _MAX_PROBLEMS:
-            _write_line(f"    and {len(record.problems) - _MAX_PROBLEMS} more")
+            _write_line(f"    and {counted(len(record.problems) - _MAX_PROBLEMS, 'more problem')}")
     if len(failed) > _MAX_RECORDS:
-        _write_line(f"  and {len(failed) - _MAX_RECORDS} more records")
+        _write_line(f"  and {counted(len(failed) - _MAX_RECORDS, 'more record')}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def check_sizes(record: Record, found: Findings) -> None:
     """Compare derived and rounded capture sizes with recorded sizes."""
     _SIZES.check(record["id"], record)
     if ("error" in record) == ("sizes" in record) or ("sizes" in record) != ("max" in record):
-        raise FormatError("a record must have either error, or both sizes and max.")
+        raise FormatError("a record must have either the field error, or the fields sizes and max.")
     version = record["cfg"].get("version")
     if version not in _SIZES_CFG:
         raise FormatError(f"version must be one of {sorted(_SIZES_CFG)}, got {version!r}.")

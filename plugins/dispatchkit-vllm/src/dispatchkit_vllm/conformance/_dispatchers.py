@@ -134,7 +134,9 @@ def check_dispatcher(record: Record, found: Findings) -> None:
         and not ends
         and ("pad" in record) != bool(record["capture_order"] or _on(cfg))
     ):
-        raise FormatError("a record must have pad if and only if a padding table is built.")
+        raise FormatError(
+            "a record must have the field pad if, and only if, a padding table is built."
+        )
 
     sizes = sorted(set(cfg["sizes"]), reverse=kind.descending)
     if cfg.get("adjusted_for_query_len"):

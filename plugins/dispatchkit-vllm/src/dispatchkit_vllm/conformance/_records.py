@@ -106,9 +106,11 @@ class Fields:
         missing = sorted(self.required - given.keys())
         if unknown:
             known = ", ".join(sorted(self.required | self.optional))
-            raise FormatError(f"{where} has unknown fields {unknown}; allowed: {known}.")
+            raise FormatError(
+                f"{where} has unknown fields: {', '.join(unknown)}. Allowed fields: {known}."
+            )
         if missing:
-            raise FormatError(f"{where} must have the fields {missing}.")
+            raise FormatError(f"{where} lacks the fields {', '.join(missing)}.")
         return given
 
 

@@ -12,7 +12,7 @@ import attrs
 
 from dispatchkit import Batch, DispatchConfig, GraphKey, load_plugins
 from dispatchkit.dispatch import Row, policy_name
-from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.errors import ConfigError, UnknownNameError, counted
 from dispatchkit.keys import CUDAGraphMode
 
 from dispatchkit_vllm.engine.core import Answer, PolicyCore, make_policy, refuse_learning
@@ -162,9 +162,9 @@ class StepController:
         self.activate(core)
         self.inactive_reason = ""
         self.summary = (
-            f"Policy {policy_name(core.policy)!r} decides in {self.runner}: {len(graphs)} graphs, "
-            f"{len(idle)} of them not chosen for batches of their own size, {cells} table cells "
-            f"filled."
+            f"Policy {policy_name(core.policy)!r} decides in {self.runner}: "
+            f"{counted(len(graphs), 'graph')}, {len(idle)} of them not chosen for batches of their "
+            f"own size; {counted(cells, 'table cell')} filled."
         )
 
     def make(self, policy: str, **options: Any) -> PolicyCore:
@@ -175,7 +175,14 @@ class StepController:
             PolicyError: The policy is invalid.
         """
         if self._make is None:
-            raise ConfigError("policy", policy, "created after the runner has created its graphs")
+            raise ConfigError(
+                "policy",
+                policy,
+                "created after the runner has created its graphs",
+                "Call make() after the engine has started.",
+                message=f"Policy {policy!r} cannot be created before the runner has created its "
+                "graphs.",
+            )
         core = self._make(attrs.evolve(self.settings, policy=policy, policy_options=options))
         core.fill()
         return core
@@ -204,8 +211,9 @@ class StepController:
         raise ConfigError(
             "policy",
             policy_name(policy),
-            f"a policy that does not learn, on device {self._device or 'unknown'}",
-            "Step times are measured with CUDA events, or on the CPU.",
+            "a policy that does not learn",
+            "Step times can be measured only on CUDA and CPU devices, not on "
+            f"{self._device or 'an unknown device'}.",
         )
 
     # -- a step -------------------------------------------------------------------------

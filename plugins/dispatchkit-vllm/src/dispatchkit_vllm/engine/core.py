@@ -26,7 +26,7 @@ from dispatchkit import (
     load_plugins,
 )
 from dispatchkit.dispatch import policy_name
-from dispatchkit.errors import ConfigError, NoGraphError
+from dispatchkit.errors import ConfigError, NoGraphError, counted
 
 from dispatchkit_vllm.engine.log import log
 from dispatchkit_vllm.engine.settings import EngineSettings
@@ -214,27 +214,32 @@ class PolicyCore:
         try:
             decision = self._dispatch(num_tokens, num_reqs, kind, loras, ceiling)
         except NoGraphError:
-            self._fall_back(
-                EAGER_REFUSED, f"chose eager for {num_tokens} tokens, which vLLM does not allow"
-            )
+            batch = f"a batch of {counted(num_tokens, 'token')}"
+            self._fall_back(EAGER_REFUSED, f"chose eager for {batch} that must not run eager")
             return None
         except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
-            self._fall_back(Reason.POLICY_ERROR, f"raised {type(error).__name__}: {error}")
+            self._fall_back(
+                Reason.POLICY_ERROR, f"raised {type(error).__name__}: {error}".rstrip(".")
+            )
             return None
         answer: Answer | None = decision.plan
-        if answer is None and decision.key is None:
-            self._fall_back(Reason.POLICY_ERROR, f"failed for {num_tokens} tokens")
-        elif answer is None:
-            self._fall_back(UNFIT_CHOICE, f"chose {decision.key} for {num_tokens} tokens")
-        return answer
+        if answer is not None:
+            return answer
+        batch = f"a batch of {counted(num_tokens, 'token')}"
+        if decision.key is None:
+            what = f"raised an error or returned an invalid decision for {batch}"
+            self._fall_back(Reason.POLICY_ERROR, what)
+        else:
+            self._fall_back(UNFIT_CHOICE, f"chose {decision.key}, which cannot serve {batch}")
+        return None
 
     def _fall_back(self, reason: str, what: str) -> None:
         self.fallbacks[reason] += 1
         if reason not in self._warned:
             self._warned.add(reason)
             log.warning(
-                "Policy %r %s. vLLM's own dispatcher decides instead. Further cases are counted "
-                "as %r and not logged.",
+                "Policy %r %s. vLLM's own dispatcher decides instead. Further cases are not "
+                "logged, but counted as %r.",
                 policy_name(self.policy),
                 what,
                 reason,
@@ -261,6 +266,6 @@ def refuse_learning(policy: Policy, world_size: int) -> None:
         raise ConfigError(
             "policy",
             policy_name(policy),
-            f"a policy that does not learn, with {world_size} ranks",
+            f"a policy that does not learn if there are {world_size} ranks",
             "Each rank would measure different times, and ranks with different decisions hang.",
         )

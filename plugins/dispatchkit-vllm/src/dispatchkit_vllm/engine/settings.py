@@ -76,7 +76,7 @@ class EngineSettings:
                 "policy_options",
                 self.policy_options,
                 "omitted without a policy",
-                "Set the policy with DISPATCHKIT_POLICY.",
+                "Name the policy in DISPATCHKIT_POLICY, or in policy in additional_config.",
             )
 
     @classmethod
@@ -103,7 +103,11 @@ class EngineSettings:
         }
         own = additional_config.get(OPTIONS, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(own, Mapping):
-            raise ConfigError(f"additional_config[{OPTIONS!r}]", own, "a mapping of settings")
+            raise ConfigError(
+                f"additional_config[{OPTIONS!r}]",
+                own,
+                "a mapping from the names of settings to their values",
+            )
         for name in own:
             if name not in names:
                 raise UnknownNameError(f"setting in additional_config[{OPTIONS!r}]", name, names)

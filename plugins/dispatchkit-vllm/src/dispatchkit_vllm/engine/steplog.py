@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter_ns
 
-from dispatchkit.errors import TraceError
+from dispatchkit.errors import TraceError, counted
 
 from dispatchkit_vllm.engine.log import log
 
@@ -68,8 +68,8 @@ class StepLog:
             raise TraceError(
                 str(self.path),
                 None,
-                f"cannot be written: {error.strerror or error}. Choose another path in "
-                "DISPATCHKIT_TRACE, or unset it.",
+                f"cannot be written: {error.strerror or error}. Change the setting trace "
+                "(DISPATCHKIT_TRACE), or remove it.",
             ) from error
         self._thread = threading.Thread(target=self._run, name="dispatchkit-trace", daemon=True)
         self._thread.start()
@@ -104,9 +104,9 @@ class StepLog:
             except (OSError, ValueError) as error:
                 self._fault = str(error)
                 log.warning(
-                    "Recording to %s stopped after %d steps: %s. Serving continues.",
+                    "Recording to %s stopped after %s: %s. Serving continues.",
                     self.path,
-                    self._num_steps,
+                    counted(self._num_steps, "step"),
                     error,
                 )
 

@@ -79,11 +79,15 @@ def report(runner: Any, vllm_config: Any) -> None:
             log.info("Steps are recorded to %s.", controller.log.path)
         return
     check_policy(settings)  # no policy was created, but invalid options must raise an error
-    asked = f"Policy {settings.policy!r}" if settings.policy else "A recorder"
-    text = f"{asked} is configured but cannot act: {reason}. vLLM's own dispatcher decides."
+    text = f"Steps cannot be recorded: {reason}."
+    names = "trace and metrics (DISPATCHKIT_TRACE, DISPATCHKIT_METRICS)"
+    if settings.policy:
+        text = f"Policy {settings.policy!r} is configured but cannot act: {reason}. "
+        text += "vLLM's own dispatcher decides."
+        names = "policy (DISPATCHKIT_POLICY)"
     if settings.strict:
         raise BackendUnavailableError(
-            f"{text} Unset DISPATCHKIT_STRICT to start anyway, or unset DISPATCHKIT_POLICY."
+            f"{text} To start anyway, turn off strict (DISPATCHKIT_STRICT) or remove {names}."
         )
     log.warning("%s", text)
 
@@ -101,12 +105,12 @@ def inactive_reason(runner: Any) -> str:
     if dispatcher is not None:
         unknown = (
             first.unsupported_reason(type(dispatcher))
-            or "its runner imported the class before dispatchkit was installed"
+            or f"its runner imported {first.DISPATCHER} before dispatchkit was loaded"
         )
         return f"vLLM {version} is not supported: {unknown}"
     module = sys.modules.get(type(runner).__module__)
     if module is not None and hasattr(module, second.MANAGER):
-        unknown = second.unsupported_reason(module) or "it created no graph manager"
+        unknown = second.unsupported_reason(module) or "the runner created no graph manager"
         return f"vLLM {version} is not supported in its second model runner: {unknown}"
     if hasattr(runner, "cudagraph_manager"):
         return f"vLLM {version} is not supported in its second model runner: it is older than 0.20"

@@ -18,7 +18,7 @@ from dispatchkit import (
     RuntimeMode,
 )
 from dispatchkit import BatchDescriptor as NativeDescriptor
-from dispatchkit.errors import NoGraphError
+from dispatchkit.errors import NoGraphError, counted
 from dispatchkit.keys import ALLOWED_MODES, padding_table
 
 from dispatchkit_vllm.facade import _config
@@ -219,8 +219,8 @@ class PaddingDispatcher(FacadeBase):
     def _miss(self, num_tokens: int, allowed: int) -> tuple[Any, Any]:
         if RuntimeMode.NONE not in ALLOWED_MODES[allowed]:
             raise AssertionError(
-                f"No graph serves {num_tokens} tokens, and eager is not allowed. Allow NONE for "
-                "this batch."
+                f"No graph serves {counted(num_tokens, 'token')}, and eager is not allowed. "
+                "Allow NONE for this batch."
             )
         return self._eager(num_tokens)
 

@@ -41,7 +41,8 @@ def dispatcher_for(original: type[Any]) -> type[Any]:
     facade = _FORMS.get((takes, hasattr(original, "get_capture_descs")))
     if facade is None:
         raise BackendUnavailableError(
-            f"No facade has a dispatch with the arguments {', '.join(sorted(takes))}. "
+            f"No supported release of vLLM has a dispatch() with the arguments "
+            f"{', '.join(sorted(takes))}. "
             "Install vLLM 0.11 to 0.33."
         )
     defined = sys.modules[original.__module__]

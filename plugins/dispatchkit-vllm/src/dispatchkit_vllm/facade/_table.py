@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from dispatchkit.errors import counted
 from dispatchkit.keys import CUDAGraphMode, RuntimeMode, padding_table
 
 from dispatchkit_vllm.facade import _config
@@ -33,8 +34,8 @@ class TableDispatcher(PaddingDispatcher):
         for size in compile_sizes:
             if isinstance(size, int) and size < len(table) and table[size] != size:
                 raise ValueError(
-                    f"compile_sizes contains {size}, but batches of {size} are padded to "
-                    f"{table[size]}. Add {size} to the capture sizes, or remove it from "
+                    f"compile_sizes contains {size}, but batches of {counted(size, 'token')} are "
+                    f"padded to {table[size]}. Add {size} to the capture sizes, or remove it from "
                     f"compile_sizes."
                 )
         return table

@@ -125,7 +125,9 @@ class _Absent:
     """An attribute that a release lacks, so the wrapper looks up the name on the callable."""
 
     def __get__(self, instance: object, owner: type[Any]) -> Any:
-        raise AttributeError(f"{owner.__name__} has no such name in this release of vLLM")
+        raise AttributeError(
+            f"{owner.__name__} has no attribute of this name in this release of vLLM"
+        )
 
 
 class OldCUDAGraphWrapper(CUDAGraphWrapper):

@@ -75,7 +75,7 @@ class CudagraphDispatcher(LookupDispatcher):
         query_lens = [lens] if isinstance(lens, int) else list(lens)
         if not query_lens or not all(isinstance(each, int) and each > 0 for each in query_lens):
             raise AssertionError(
-                f"uniform_query_lens must be one or more positive numbers, got {lens!r}."
+                f"uniform_query_lens must be one or more positive integers, got {lens!r}."
             )
         if self._is_aligned:
             for query_len in query_lens:
@@ -83,7 +83,7 @@ class CudagraphDispatcher(LookupDispatcher):
                 if odd:
                     raise AssertionError(
                         f"Uniform capture sizes {odd} are not multiples of the query length "
-                        f"{query_len}. Align them, or disable the alignment."
+                        f"{query_len}. Round them to multiples, or disable the alignment."
                     )
         mode = CUDAGraphMode.parse(cudagraph_mode)
         self.cudagraph_mode = self.mode_type[mode.name]

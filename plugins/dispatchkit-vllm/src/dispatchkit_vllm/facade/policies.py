@@ -407,7 +407,7 @@ class CompositeDispatcher:
         """
         if not self._members:
             raise ConfigError(
-                "dispatchers", 0, "at least one dispatcher", "Call add_dispatcher() first."
+                "number of dispatchers", 0, "at least 1", "Call add_dispatcher() first."
             )
         for _, _, name, dispatcher in self._members:
             if self._has_graph(name, dispatcher, key):

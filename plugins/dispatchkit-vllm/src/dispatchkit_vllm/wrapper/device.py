@@ -90,7 +90,7 @@ class _Slot:
         """
         if self.captured is None:
             raise ReplayError(
-                "This graph was not captured yet, or was released. Capture it before a replay."
+                "This graph was not captured yet or was released. Capture it before a replay."
             )
         self.captured.replay()
 

@@ -265,8 +265,8 @@ class GraphWrapper:
         if self._once.first():
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
-                f"after the capture of {descriptor}. Every key is captured again after each of "
-                "these changes. Change the module before the captures. Warned once.",
+                f"after the capture of {descriptor}. After each such change, every key is "
+                "captured again. Change the module before the captures. Warned once.",
                 ChurnWarning,
                 stacklevel=3,
             )
@@ -330,9 +330,9 @@ class GraphWrapper:
         now = self._addresses(args)
         if now != entry.input_addresses:
             raise WrapperError(
-                f"The tensors passed to {self.runtime_mode.name} {entry.batch_descriptor} must "
-                f"have the addresses of its capture, {entry.input_addresses}, got {now}. Copy the "
-                f"values into the captured tensors."
+                f"The graph {self.runtime_mode.name} {entry.batch_descriptor} was captured with "
+                f"inputs at the addresses {entry.input_addresses}, but was called with inputs at "
+                f"{now}. Copy the values into the captured inputs."
             )
 
     # -- graphs -------------------------------------------------------------------------
