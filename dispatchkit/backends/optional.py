@@ -132,7 +132,7 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def host_tensors(self) -> list[Any]:
-        """Host tensors that the graph reads or writes. Other captures use other host tensors."""
+        """Host tensors that the graph reads or writes. Each capture uses different host tensors."""
         ...
 
     @property

@@ -177,7 +177,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_uniform_graph_serves_only_its_own_query_length(self, case: Case) -> None:
-        """A uniform decode graph never serves a mixed batch or another query length.
+        """A uniform decode graph never serves a mixed batch or a different query length.
 
         Its attention was captured for exactly ``query_len`` tokens per request. For other batches,
         it computes wrong results without an error.

@@ -29,7 +29,7 @@ class CudaGraph:
 
     Attributes:
         holds: Device storages to keep alive.
-        host_tensors: Host tensors to keep alive. Other captures use other host tensors.
+        host_tensors: Host tensors to keep alive. Each capture uses different host tensors.
         num_plain_operations: Number of watched operations in functions wrapped in torch.compile
             that were captured uncompiled.
     """

@@ -85,7 +85,7 @@ class Lifecycle:
         modes: Runtime modes that can be captured.
         counters: Counters in which captures are counted.
         lazy: Whether to capture keys on demand.
-        capture_after: Number of requests after which a key is captured lazily.
+        capture_after: Number of times that a key must be requested before it is captured lazily.
 
     Attributes:
         graphs: Live graphs of the lane.

@@ -4,7 +4,7 @@ By default, the batch dimension is dimension 0 of the first tensor, and of each 
 size there. Recurrent states, whose dimension 0 counts layers, have dimension 1 as batch dimension.
 If other tensors have the size of the first tensor's dimension 1, but none has that of its dimension
 0, the first tensor is taken as a time-first sequence. The batch dimension of all tensors is then
-dimension 1. A guess may be wrong, so captures prove it.
+dimension 1. A guess may be wrong, so each capture checks it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Form:
     Args:
         target: Module or function that the step calls.
         settings: Arguments of the runner, by name.
-        grows: Whether sizes are undeclared, so that they grow with the largest batch.
+        grows: Whether no capture sizes were given, so that the sizes grow with the largest batch.
         args: Arguments of the first call.
         kwargs: Keyword arguments of the first call.
         shapes: Shape of each tensor, in order, with None for the batch and a name for an axis.
@@ -128,7 +128,7 @@ class Form:
         """Return a runner with capacity for a number of rows and a size of each axis.
 
         The runner is replaced if its capacity is too small or its buckets changed. The capacity for
-        rows grows only if sizes are not declared.
+        rows grows only if no capture sizes were given.
         """
         runner = self.runner
         is_new = runner is None or (rows > self.top and self._grows)

@@ -1,6 +1,6 @@
 """graphed: run a module or a function through graphs with one line.
 
-Properties that are derived from calls are guesses, so each capture proves them. If padding changes
+Properties that are derived from calls are guesses, so each capture checks them. If padding changes
 the results of a graph, the graph serves only full buckets.
 """
 

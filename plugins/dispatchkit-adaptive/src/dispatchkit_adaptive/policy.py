@@ -90,8 +90,8 @@ class AdaptivePolicy:
             creation; if it is unusable, a warning is issued and learning starts from scratch.
         fingerprint: Properties that the times depend on (see ``device_fingerprint``). A state file
             with a different fingerprint is not used.
-        plugins: Plugins to search for a base that is given by name. The default is the installed
-            plugins.
+        plugins: Plugins to search for a base that is given by name. By default, the installed
+            plugins are searched.
 
     Attributes:
         ledger: The account of time saved and lost against the base.

@@ -217,7 +217,7 @@ def sum_of(blocks: Sequence[FloatArray]) -> FloatArray:
 
 
 def _thinned(candidates: IntArray, steps: IntArray) -> IntArray:
-    """Return at most ``_MAX_CANDIDATES`` candidates, to limit the time of 70 plans."""
+    """Return at most ``_MAX_CANDIDATES`` candidates, to limit the time of validation."""
     if len(candidates) <= _MAX_CANDIDATES:
         return candidates
     kept = np.linspace(0, len(candidates) - 1, _MAX_CANDIDATES // 2).astype(np.int64)

@@ -79,8 +79,8 @@ class Scenario:
             model.
         eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the
             graph with the fewest replays relative to its size.
-        capture_after: Number of requests for a graph at which it is captured. Earlier requests run
-            eager. Above 1, nothing is captured before the first step.
+        capture_after: Number of times that a graph must be requested before it is captured. Steps
+            before that run eager. Above 1, nothing is captured before the first step.
         lanes: Number of lanes. Steps are assigned to lanes in turn, and each lane has its own
             graphs.
         cost_model: Cost model, name of a built-in model, or path of a file.

@@ -121,7 +121,7 @@ class GraphDecoder:
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Cache lengths to capture graphs for. A step reads the smallest length that covers
             all of its sequences. The default is the powers of two from 128 on, and ``max_length``.
-        prompt_sizes: Numbers of tokens to capture prompt chunks for. Prompts that are admitted
+        prompt_sizes: Capture sizes of prompt chunks, in tokens. Prompts that are admitted
             together run through graphs if their total number of tokens does not exceed the
             largest size. Other prompts run eager, as do all prompts by default.
         num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with windows

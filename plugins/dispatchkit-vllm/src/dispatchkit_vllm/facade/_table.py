@@ -53,7 +53,7 @@ class TableDispatcher(PaddingDispatcher):
         Raises:
             AssertionError: A decode size is not a multiple of the query length. Keys registered
                 before the error remain, and the dispatcher stays uninitialized.
-            ValueError: Batches of a compile size would be padded to another size.
+            ValueError: Batches of a compile size would be padded to a different size.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)
 

@@ -42,8 +42,8 @@ class ForwardContext:
     """Properties of the current step that wrappers can read.
 
     Attributes:
-        runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Members with these
-            names of other enums are also accepted.
+        runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Members of other enums with
+            these names are also accepted.
         descriptor: The key of the graph: any hashable value, or None.
         facts: Further values for code inside the model.
 
