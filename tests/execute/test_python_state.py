@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
     "the environment": (
         os.environ,
         lambda one: one.value.update(COUNT_OF_A_STEP="1"),
-        "holder.value",
+        "holder.value['COUNT_OF_A_STEP']",
     ),
     "random numbers of numpy": (
         pytest.importorskip("numpy").random.default_rng(1),

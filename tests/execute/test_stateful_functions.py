@@ -481,10 +481,6 @@ READS: dict[str, tuple[Callable[[Any], Any], Callable[[float], Any]]] = {
     ),
     "an item": (lambda x: x * SCALE["any"], lambda v: setattr(SCALE, "value", v)),
     "a length": (lambda x: x * len(SCALE), lambda v: setattr(SCALE, "value", v)),
-    "a weak reference": (
-        functools.partial(lambda r, x: x * r().value, weakref.ref(SCALE)),
-        lambda v: setattr(SCALE, "value", v),
-    ),
     "a cached function": (
         functools.partial(lambda f, x: f().step(x), functools.lru_cache(lambda: SCALE)),
         lambda v: setattr(SCALE, "value", v),
@@ -531,3 +527,14 @@ def test_what_other_code_changes_is_found_within_one_turn(name: str) -> None:
             for _ in range(64):
                 through(x)
             assert torch.equal(through(x), step(x))
+
+
+def test_variables_that_the_step_does_not_read_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other code sets environment variables at any time, and draws random numbers."""
+    monkeypatch.setenv("COUNT_OF_A_STEP", "2")
+    through = graphed(lambda x: x * len(os.environ["COUNT_OF_A_STEP"]), backend="tape")
+    with torch.no_grad():
+        for number in range(100):
+            monkeypatch.setenv("OF_OTHER_CODE", str(number))
+            through(torch.ones(3, 2))
+    assert through.graphed.stats().steps_by_mode["FULL"] == 100

@@ -428,10 +428,11 @@ def _put_bytes(target: Any, value: bytes) -> None:
         memoryview(target).cast("B")[:] = value
 
 
-def _put_environment(target: Any, value: dict[str, str]) -> None:
-    for name in target.keys() - value.keys():
+def _set_variable(target: Any, name: str, value: Any) -> None:
+    if value is MISSING:
         del target[name]
-    target.update(value)
+    else:
+        target[name] = value
 
 
 def _put_stream(target: Any, value: tuple[Any, int]) -> None:
@@ -514,7 +515,7 @@ _WRAPPERS: tuple[tuple[type, str], ...] = (
 _SET = _whole(frozenset, _put_set)
 _BYTES = _whole(bytes, _put_bytes)
 ITERATOR = _whole(_iterator, None)
-_ENVIRONMENT = _whole(dict, _put_environment)
+ENVIRONMENT = Kind(dict, _set_variable, _indexed, is_entered=False)
 _STREAM = _whole(lambda one: (one.getvalue(), one.tell()), _put_stream)
 _CONTEXT = Kind(_read_context, _write_context, _itself)
 _WRAPPED = Kind(_read_wrapped, setattr, dotted)
@@ -570,7 +571,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), _BYTES),
     (random.Random, RANDOM),
     (contextvars.ContextVar, _CONTEXT),
-    (type(os.environ), _ENVIRONMENT),
+    (type(os.environ), ENVIRONMENT),
     (tuple(kind for kind, _ in _WRAPPERS), _WRAPPED),
 )
 

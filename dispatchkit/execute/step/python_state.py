@@ -26,7 +26,6 @@ import pathlib
 import sys
 import threading
 import types
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from dispatchkit.execute.step.container_kinds import (
     CELL,
     CLASS,
     DATA,
+    ENVIRONMENT,
     GLOBALS,
     GRADIENT,
     ITERATOR,
@@ -280,7 +280,7 @@ class PythonState:
         """Return the entries that can change and that the step's code may read."""
         if self._values_read is None:
             reads_gradients = not self._names_read().isdisjoint({"grad", "backward", *_DYNAMIC})
-            unread = _CONSUMED if reads_gradients else (*_CONSUMED, GRADIENT)
+            unread = _UNWATCHED if reads_gradients else (*_UNWATCHED, GRADIENT)
             self._values_read = self._read_by_step(
                 Entry(record, key)
                 for record in self._records
@@ -519,8 +519,9 @@ _NAMED = (ATTRIBUTES, LIBRARY_ATTRIBUTES, MODULE, SLOTS, CLASS, METHODS)
 _GROWING = (MAPPING, SEQUENCE, ATTRIBUTES, LIBRARY_ATTRIBUTES, MEMBER, MODULE)
 #: Length functions that do not run code of a subclass.
 _LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
-#: Kinds of objects whose state is consumed by a step, rather than read as a value.
-_CONSUMED = (ITERATOR, RANDOM, NUMPY_GENERATOR, NUMPY_RANDOM, TORCH_GENERATOR)
+#: Kinds whose entries may change between steps without affecting graphs: a step consumes the state
+#: of iterators and generators, and other code changes variables that the step does not read.
+_UNWATCHED = (ITERATOR, RANDOM, NUMPY_GENERATOR, NUMPY_RANDOM, TORCH_GENERATOR, ENVIRONMENT)
 #: The state of modules of libraries.
 _STATE_OF_LIBRARIES: Mapping[str, Callable[[Any], Any]] = {
     "random": lambda module: module._inst,
@@ -558,9 +559,7 @@ def _parts(found: _Node) -> Iterator[Record | _Node]:
 
 
 def _inside(value: Any) -> Any:
-    """Return the object that a reference, a view or a cached function of a library refers to."""
-    if isinstance(value, weakref.ReferenceType):
-        return value()
+    """Return the object that a view or a cached function of a library refers to."""
     if isinstance(value, _VIEWS):
         value = value.mapping
     if isinstance(value, types.MappingProxyType):
