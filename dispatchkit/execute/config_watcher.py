@@ -107,7 +107,7 @@ class ConfigWatcher:
             if settings.is_given(name) and name in in_force and settings[name] != in_force[name]
         }
         config = {name: changed.pop(name) for name in tuple(changed) if _is_dispatch(name)}
-        _reject_fixed({name: changed[name] for name in changed if name not in _SWAPPED})
+        _reject_fixed({name: changed[name] for name in changed if name not in _SWAPPED}, in_force)
         if config:
             changed["config"] = attrs.evolve(self._runner.swapper.requested_config, **config)
         if "policy" in changed and settings.is_given("policy_options"):
@@ -119,11 +119,13 @@ def _is_dispatch(name: str) -> bool:
     return SETTINGS[name].group == "dispatch"
 
 
-def _reject_fixed(changed: Mapping[str, Any]) -> None:
+def _reject_fixed(changed: Mapping[str, Any], in_force: Mapping[str, Any]) -> None:
     for name, value in changed.items():
         raise ConfigError(
             name,
             value,
             "the value with which the runner was created",
-            "Create a new runner to change it.",
+            "Restore the value, or create a new runner.",
+            message=f"{name} cannot be changed after the runner was created; it is "
+            f"{in_force[name]!r}, got {value!r}.",
         )

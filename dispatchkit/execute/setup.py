@@ -324,7 +324,9 @@ def _create(plugins: PluginSet, name: str, *, device: Any) -> GraphBackend:
 def _check_device(backend: GraphBackend, device: str | torch.device | None) -> None:
     if device is not None and torch.device(device).type != torch.device(backend.torch_device).type:
         raise ConfigError(
-            "device", str(device), f"on {backend.torch_device} for the {backend.name} backend"
+            "device",
+            str(device),
+            f"a {torch.device(backend.torch_device).type} device for the backend {backend.name!r}",
         )
 
 

@@ -322,7 +322,13 @@ class SlotState:
         with self._changed:
             if session in self:
                 hint = "Use its slot, slots_of([session]), or call leave(session) first."
-                raise DescriptorError("session", session, "a session without a slot", hint)
+                raise DescriptorError(
+                    "session",
+                    session,
+                    "a session without a slot",
+                    hint,
+                    message=f"Session {session!r:.60} already has a slot.",
+                )
             while not self._free and self._lent:
                 self._changed.wait()
             if not self._free:
@@ -330,7 +336,9 @@ class SlotState:
                     "session",
                     session,
                     f"one of at most {counted(self.num_slots, 'session')} (num_slots)",
-                    "No slot is free. Call leave() for another session, or increase num_slots.",
+                    "Call leave() for another session, or increase num_slots.",
+                    message=f"No slot is free for session {session!r:.60}; "
+                    f"num_slots is {self.num_slots}.",
                 )
             slot = self._free.pop()
             self._put(session, slot)
@@ -365,7 +373,7 @@ class SlotState:
             slots = self.slots_of(sessions)
             if len(set(slots)) < len(slots):
                 hint = "Pass each session once."
-                raise DescriptorError("sessions", sessions, "distinct sessions", hint)
+                raise DescriptorError("sessions", sessions, "distinct", hint)
             for session, slot in zip(sessions, slots, strict=True):
                 self._take(session, slot)
             moves = self._close_gaps(used or {}) if self.compact else []
@@ -386,7 +394,14 @@ class SlotState:
                     "Compact sessions move only when other sessions leave. To move this session, "
                     "create the SlotState without compact."
                 )
-                raise DescriptorError("slot", slot, f"{source}, its current slot", hint)
+                raise DescriptorError(
+                    "slot",
+                    slot,
+                    f"{source}, its current slot",
+                    hint,
+                    message=f"Session {session!r:.60} cannot be moved to slot {slot!r:.60}, "
+                    "because sessions are compact.",
+                )
             while slot in list(self._lent):  # an invalid slot may be unhashable
                 self._changed.wait()
             if slot not in self._free:
@@ -424,7 +439,13 @@ class SlotState:
         except KeyError as error:
             session = error.args[0]
             hint = "Call join(session) first."
-            raise DescriptorError("session", session, "a session with a slot", hint) from None
+            raise DescriptorError(
+                "session",
+                session,
+                "a session with a slot",
+                hint,
+                message=f"Session {session!r:.60} has no slot.",
+            ) from None
 
     @property
     def sessions(self) -> tuple[Hashable, ...]:
@@ -569,16 +590,17 @@ class SlotState:
                 return DescriptorError(field, slot, "the slot of a session", hint)
             if slot in seen:
                 hint = (
-                    f"{name}[{slots.index(slot)}] is the same slot, but each session can have only "
-                    "one row in a step. Pass distinct sessions to slots_of()."
+                    "Each session can have only one row in a step. Pass distinct sessions to "
+                    "slots_of()."
                 )
-                return DescriptorError(field, slot, "a slot not passed before", hint)
+                allowed = f"a different slot than {name}[{slots.index(slot)}]"
+                return DescriptorError(field, slot, allowed, hint)
             seen.add(slot)
         row = next(row for row, slot in enumerate(slots) if row != slot)
         return DescriptorError(
             f"{name}[{row}]",
             slots[row],
-            f"{row}, because sessions are compact",
+            f"{row} for compact sessions",
             "A step of compact sessions must use the first slots, in order. Pass "
             f"list(range({len(slots)})), or create the SlotState without compact.",
         )

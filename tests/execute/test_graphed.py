@@ -441,10 +441,10 @@ def test_what_cannot_be_called_is_refused(what):
 
 
 def test_graphing_twice_and_taken_names_are_refused(net):
-    with pytest.raises(ConfigError, match="a module that is not graphed"):
+    with pytest.raises(ConfigError, match="The module is already graphed"):
         graphed(graphed(net))
     net.graphed = 1
-    with pytest.raises(ConfigError, match="a module without an attribute 'graphed'"):
+    with pytest.raises(ConfigError, match="already has an attribute 'graphed'"):
         graphed(net)
 
 

@@ -220,7 +220,7 @@ def test_a_swap_cannot_change_the_variants_of_the_inputs(make_runner, name, valu
     inputs = {"x": StaticInput((None, "length"), "float32")}
     runner = make_runner(lambda x: x * 2, inputs, axes=[Axis("length", (4, 16))])
     changed = attrs.evolve(runner.config, **{name: value})
-    with pytest.raises(ConfigError, match=f"{name} must be unchanged by a swap"):
+    with pytest.raises(ConfigError, match=f"A swap cannot change {name}"):
         runner.swap(config=changed)
     assert runner.config != changed
 
@@ -294,15 +294,15 @@ def test_a_policy_that_is_refused_leaves_the_old_one(runner):
 def test_impossible_changes_are_refused_before_anything_happens(runner):
     for error, match, change in (
         (UnknownNameError, "policy", {"policy": "nobody"}),
-        (ConfigError, "no change", {}),
-        (ConfigError, "no change", {"sizes": (1, 2, 4, 8)}),
+        (ConfigError, "changes nothing", {}),
+        (ConfigError, "changes nothing", {"sizes": (1, 2, 4, 8)}),
         (ConfigError, "policy_options", {"policy_options": {"x": 1}}),
         (ConfigError, "max_graphs", {"max_graphs": -1}),
         (UnknownNameError, "eviction", {"eviction": "oldest"}),
-        (ConfigError, "the one in force", {"policy": runner.dispatcher.policy}),
+        (ConfigError, "the policy in force", {"policy": runner.dispatcher.policy}),
         (
             ConfigError,
-            "without separate settings",
+            "cannot be combined with separate settings",
             {"config": runner.config, "sizes": (1, 2)},
         ),
         (ConfigError, "sizes", {"sizes": (0,)}),

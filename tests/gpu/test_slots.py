@@ -139,7 +139,7 @@ def test_runs_on_dummy_rows_change_no_session():
     torch.cuda.synchronize()
     for session in "abc":
         assert state[session]["total"].tolist() == [5.0] * 4
-    with pytest.raises(DescriptorError, match="a slot not passed before"):
+    with pytest.raises(DescriptorError, match="must be a different slot than"):
         runner(x=torch.ones(2, 4, device="cuda"), slots=[1, 1])
     with pytest.raises(DescriptorError, match="free"):
         runner(x=torch.ones(2, 4, device="cuda"), slots=[1, 5])

@@ -173,8 +173,9 @@ class CudaBackend:
         raise ConfigError(
             "number of streams",
             len(self._streams) + 1,
-            f"at most {MAX_STREAMS} at a time on this device",
+            f"at most {MAX_STREAMS}",
             "Use fewer lanes, or release unused streams.",
+            message=f"All {MAX_STREAMS} streams of {self.torch_device} are in use.",
         )
 
     def use_stream(self, stream: Any) -> UseStream:
@@ -407,6 +408,8 @@ class CudaBackend:
                         "stream",
                         "the default stream",
                         "a stream from new_stream()",
+                        "Pass a stream from new_stream().",
+                        message="Graphs cannot be captured on the default stream.",
                     )
                 self._refuse_foreign_capture()
                 hold_workspace(stream.raw)

@@ -146,8 +146,9 @@ class TapeBackend:
                 raise ConfigError(
                     "number of streams",
                     len(self._streams) + 1,
-                    f"at most {self._max_streams} at a time on this device",
+                    f"at most {self._max_streams}",
                     "Use fewer lanes, or release unused streams.",
+                    message=f"All {self._max_streams} streams of {self.torch_device} are in use.",
                 )
             stream = TapeStream(self._next_handle, self._scheduler)
             self._next_handle += 1

@@ -81,13 +81,15 @@ def graphed_module(calls: GraphedCalls) -> Any:
     kind: Any = type(module)
     if isinstance(module, _Graphed):
         hint = "Call the graphed module itself, or graph the original module."
-        raise ConfigError("module", module, "a module that is not graphed", hint)
+        problem = "The module is already graphed."
+        raise ConfigError("module", module, "not graphed yet", hint, message=problem)
     if hasattr(module, OWN_NAME):
         raise ConfigError(
             "module",
             f"{kind.__name__} with an attribute {OWN_NAME!r}",
             f"a module without an attribute {OWN_NAME!r}",
             "Graph a function that calls the module: graphed(lambda x: module(x)).",
+            message=f"{kind.__name__} already has an attribute {OWN_NAME!r}.",
         )
     made: Any = object.__new__(_class_of(kind))
     object.__setattr__(made, "__dict__", module.__dict__)

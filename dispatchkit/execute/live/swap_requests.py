@@ -111,8 +111,9 @@ class SwapRequests:
         """
         executor = self._executor
         if self._num_lanes > 1:
-            hint = "Each lane decides separately. Create a new runner to change all lanes."
-            raise ConfigError("lanes", self._num_lanes, "1 for a swap", hint)
+            hint = "Create a new runner to change all lanes."
+            problem = f"A runner with {self._num_lanes} lanes cannot be swapped."
+            raise ConfigError("lanes", self._num_lanes, "1 for a swap", hint, message=problem)
         options_now = attrs.evolve(executor.spec.options, config=asked, memory=budget)
         spec = attrs.evolve(executor.spec, options=options_now)
         if asked == self.requested_config and policy is None and options is None:
@@ -136,7 +137,11 @@ class SwapRequests:
             if chosen is executor.dispatcher.policy:
                 hint = "Pass a new object, or omit policy to use a copy."
                 raise ConfigError(
-                    "policy", policy_name(chosen), "an object other than the one in force", hint
+                    "policy",
+                    policy_name(chosen),
+                    "a different object than the one in force",
+                    hint,
+                    message=f"This object is already the policy in force: {policy_name(chosen)!r}.",
                 )
             spec = spec.with_policy(policy, options)
         proposal = executor.dispatcher.propose(chosen, in_force, origin)
@@ -156,18 +161,29 @@ class SwapRequests:
             )
         elif changes:
             hint = "Set them in config, or pass them without config."
-            raise ConfigError("config", sorted(changes), "given without separate settings", hint)
+            problem = (
+                f"config cannot be combined with separate settings: {', '.join(sorted(changes))}."
+            )
+            allowed = "given without separate settings"
+            raise ConfigError("config", sorted(changes), allowed, hint, message=problem)
         elif not isinstance(config, DispatchConfig):
             raise ConfigError("config", config, "a DispatchConfig")
         has_others = config.axes and config.max_loras != self.requested_config.max_loras
         if config.axes != self.requested_config.axes or has_others:
             name = "max_loras" if config.axes == self.requested_config.axes else "axes"
             hint = "Create a new runner, because its inputs and variants depend on this setting."
-            raise ConfigError(name, getattr(config, name), "unchanged by a swap", hint)
+            value, problem = getattr(config, name), f"A swap cannot change {name}."
+            raise ConfigError(name, value, "unchanged by a swap", hint, message=problem)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.requested_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
             hint = "Stop recording first, because the recorded query classes would become invalid."
-            raise ConfigError("query_lens", config.query_lens, "unchanged while recording", hint)
+            raise ConfigError(
+                "query_lens",
+                config.query_lens,
+                "unchanged while recording",
+                hint,
+                message="query_lens and varlen_decode cannot change while steps are recorded.",
+            )
         return config
 
     def _policy_name(self) -> str:
@@ -182,12 +198,13 @@ class SwapRequests:
             with self._executor.registry.lock:  # prevents updates of the policy
                 return copy.deepcopy(current)
         except Exception as error:
-            hint = f"Pass a policy. copy.deepcopy() raised {type(error).__name__}: {error}"
+            hint = f"Pass a new policy. Cause: {type(error).__name__}: {error}"
             raise ConfigError(
                 "policy",
                 policy_name(current),
                 "a new object, because the policy in force cannot be copied",
                 hint,
+                message=f"The policy in force, {policy_name(current)!r}, cannot be copied.",
             ) from error
 
     def _check_buffer_rows(self, keys: Iterable[GraphKey]) -> None:
@@ -210,4 +227,5 @@ def no_change_error() -> ConfigError:
         "no change",
         "a change of at least one setting",
         "Pass a setting whose value differs from the current one.",
+        message="The swap changes nothing.",
     )

@@ -115,6 +115,7 @@ class GraphMemory:
                 False,
                 "True to put the memory to sleep",
                 f"Create it with GraphMemory(sleeps=True). {_INSTEAD}",
+                message="The memory cannot sleep, because it was created without sleeps=True.",
             )
         total = 0
         for group in self._groups():
@@ -268,7 +269,10 @@ class GraphMemory:
             else sleeper.sleep_problem()
         )
         if why or sleeper is None:
-            raise ConfigError("sleeps", True, f"False, because {why}", _INSTEAD)
+            problem = f"The memory cannot sleep, because {why}."
+            raise ConfigError(
+                "sleeps", True, f"False, because {why}", f"Omit sleeps. {_INSTEAD}", message=problem
+            )
         return sleeper
 
     def _track_device(self, backend: GraphBackend) -> None:

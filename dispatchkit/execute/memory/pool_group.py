@@ -228,7 +228,11 @@ class PoolGroup:
             return make()
         if self.is_asleep:
             raise ConfigError(
-                "memory", "asleep", "awake when a runner is created", "Call memory.wake() first."
+                "memory",
+                "asleep",
+                "awake when a runner is created",
+                "Call memory.wake() first.",
+                message="No runner can be created while its GraphMemory is asleep.",
             )
         return self._sleeper.allocate(self._tensors, make)
 
