@@ -264,8 +264,8 @@ def check_slot_state(
         options: Options of the runner, which may split batches.
 
     Raises:
-        ConfigError: The state has ``RawBank`` banks, is on another device, or is compact although
-            batches may be split.
+        ConfigError: The state has ``RawBank`` banks, is on a different device, or is compact
+            although batches may be split.
     """
     setting = f"inputs[{name!r}]"
     if state.is_raw:

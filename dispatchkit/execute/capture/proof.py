@@ -415,7 +415,7 @@ class RowProver:
         after = snapshot.generator_states()
         for count, one in eager.items():
             if one.drawn_from != snapshot.saved_generator_states:
-                # The known run began in another generator state.
+                # The known run began in a different generator state.
                 found = self._reference(key, rows, snapshot, count, anew=True)
             else:
                 found = one
@@ -484,7 +484,7 @@ class RowProver:
         found = self._difference(trial, got, state, eager, count)
         if not found:
             return ""
-        # The known results may have been computed with other weights or another state.
+        # The known results may have been computed with different weights or a different state.
         again = self._reference(key, rows, snapshot, count, anew=True)
         return self._difference(trial, got, state, again, count)
 

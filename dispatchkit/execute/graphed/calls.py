@@ -111,7 +111,8 @@ class _GradientProbe:
     """The analysis of a call that runs eager to show whether calls of its kind need gradients.
 
     Attributes:
-        kind: Kind of the call: nesting of its arguments, other values, numbers of dimensions.
+        kind: Kind of the call: nesting of its arguments, values that are not tensors, and numbers
+            of dimensions.
     """
 
     kind: Hashable

@@ -1,8 +1,9 @@
 """Form: calls that share their graphs, and the runner of these graphs.
 
-The tensors of a call are the inputs of its graphs. Everything else is built into the graphs: other
-values, keywords, the nesting of tensors, their dtypes and fixed dimensions. Calls that differ in
-any of these have different forms. Calls of one form differ only in the sizes of the batch and axes.
+The tensors of a call are the inputs of its graphs. Everything else is built into the graphs: values
+that are not tensors, keywords, the nesting of tensors, their dtypes and fixed dimensions. Calls
+that differ in any of these have different forms. Calls of one form differ only in the sizes of the
+batch and axes.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def decode_attention(
     if _for_cudnn(query, key, value, mask):
         if mask is not None and mask.dtype == torch.bool:
             mask = additive(mask, query.dtype)
-        # Call the kernel directly, because torch's sdpa may choose another kernel or repeat keys.
+        # Call the kernel directly, because torch's sdpa may choose a different kernel or repeat
+        # keys.
         one: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, False, scale=scaling
         )[0]
