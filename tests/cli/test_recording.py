@@ -158,7 +158,7 @@ def test_values_of_axes_are_recorded_and_simulated(run: Any, tmp_path: Path) -> 
         {"length": 64},
     ]
     done = run("simulate", str(path), "--json")
-    assert "has values of length, which --axes does not declare" in done.err
+    assert "has values for axes that --axes does not declare: length." in done.err
     done = run("simulate", str(path), "--axes", "width=16")
     assert done.code == 2
     assert "'axis.width'" in done.err

@@ -475,7 +475,7 @@ def test_rows_without_a_token_hold_the_fill():
     compiled = torch_compile.compile(step, fill={"x": 1.0}, options=options, **TAPE)
     assert torch.equal(compiled(torch.zeros(5, 2)), torch.full((5, 2), 3.0))
     with pytest.raises(
-        ConfigError, match=r"fill must be a dict whose keys are parameters of the model \(x\)"
+        ConfigError, match=r"fill names .*does not have as a parameter. Its parameters are x"
     ):
         torch_compile.compile(step, fill={"y": 1.0}, **TAPE)
     with pytest.raises(ConfigError, match="fill must be a dict"):
@@ -698,7 +698,7 @@ def test_option_with_a_wrong_value_is_refused(options, words):
 def test_mode_may_be_given_once():
     """It is an argument of torch.compile or one of the options."""
     assert str(torch_compile.CompileOptions.parse({}, "full").mode) == "FULL"
-    with pytest.raises(ConfigError, match="passed only once"):
+    with pytest.raises(ConfigError, match=r"mode is passed as mode=.* and in the options"):
         torch_compile.CompileOptions.parse({"mode": "FULL"}, "PIECEWISE")
     with pytest.raises(ConfigError, match="a dict"):
         torch_compile.CompileOptions.parse([("mode", "FULL")])

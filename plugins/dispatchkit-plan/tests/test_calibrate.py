@@ -117,8 +117,8 @@ def test_eager_is_timed_at_its_size_and_a_replay_at_the_captured_one(tape, step)
 @pytest.mark.parametrize(
     ("growth", "says"),
     [
-        (0.0, "spans at most 0.0% of the median"),
-        (0.002, "Unsteady: the middle half of the samples of a step spans "),
+        (0.0, "samples is at most 0.0% of their median"),
+        (0.002, "The samples vary: the interquartile range of a step's samples is "),
         (0.02, "The machine was busy"),
     ],
 )
@@ -155,7 +155,7 @@ def test_whole_graphs_and_pieces_are_told_apart(tape):
 def test_the_tape_says_that_it_is_no_device(tmp_path):
     model = calibrate(lambda rows: rows * 2, inputs=INPUTS, sizes=[1, 2], name="mine", **ON_TAPE)
     assert model.clock == "host"
-    assert "host clock without a device" in model.source
+    assert "host clock, because there is no device" in model.source
     assert "tape" in model.source
     save_cost_model(model, tmp_path / "model.json")
     assert load_cost_model(tmp_path / "model.json") == model
@@ -258,7 +258,7 @@ def test_a_size_that_cannot_be_captured_is_left_out_and_named():
     model = calibrate(step, inputs=INPUTS, sizes=[1, 2, 4], **ON_TAPE)
     assert [size for size, _ in model.graph_us.points] == [1, 4]
     assert 2 in [size for size, _ in model.eager_us.points]
-    assert "Not captured: 1 keys (FULL tokens=2" in model.source
+    assert "Not captured: 1 key (FULL tokens=2" in model.source
 
 
 def test_a_step_that_cannot_be_captured_is_refused_with_the_reason():
@@ -278,7 +278,7 @@ def test_settings_that_cannot_be_used(tape, step):
     for wrong in ({"samples": 0}, {"name": 3}, {"progress": 3}, {"make_inputs": 3}):
         with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} must be"):
             calibrate(runner, **wrong)
-    with pytest.raises(ConfigError, match="a mode with graphs"):
+    with pytest.raises(ConfigError, match="a mode that uses graphs"):
         calibrate(step, inputs=INPUTS, sizes=[1, 2], mode="NONE", backend=tape)
     with pytest.raises(ConfigError, match="inputs"):
         calibrate(runner, inputs=INPUTS)
@@ -402,7 +402,7 @@ def test_a_model_is_found_by_name_in_a_folder(tmp_path):
         (":decoder", "module:function"),
         ("no_such_module_here:decoder", "cannot find the module 'no_such_module_here'"),
         ("dispatchkit.demo.models:no_such", "no_such"),
-        ("math:tau", "The result is a float"),
+        ("math:tau", "returned an object of type float"),
     ],
 )
 def test_a_model_that_is_none_is_refused(model, message):

@@ -147,9 +147,9 @@ def test_limits_are_captured_and_what_lies_beyond_is_counted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axis": "width"}, "no column 'axis.width'; its axes are: length"),
+        ({"axis": "width"}, "no column 'axis.width'. Its axes are: length"),
         ({"graphs": 0}, "graphs"),
-        ({"max_size": 1}, "no step within max_size 1"),
+        ({"max_size": 1}, "no step to plan on with at most 1 row "),
         ({"fit_on": "halves"}, "'all' or 'first-half'"),
     ],
 )
@@ -211,9 +211,9 @@ def test_a_ceiling_is_kept_and_told():
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        ({}, "capture sizes of each bucket"),
-        ([1, 2], "capture sizes of each bucket"),
-        ({16: ()}, "capture sizes of each bucket"),
+        ({}, "a dict of capture sizes by bucket"),
+        ([1, 2], "a dict of capture sizes by bucket"),
+        ({16: ()}, "a dict of capture sizes by bucket"),
         ({0: (1,)}, "grid bucket"),
         ({16: (0,)}, r"grid\[16\]"),
     ],
@@ -226,8 +226,8 @@ def test_a_grid_that_is_none_is_refused(grid, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (DispatchConfig(sizes=(8,)), "one axis with the buckets"),
-        (DispatchConfig(sizes=(8,), axes=[Axis("length", (16,))]), "one axis with the buckets"),
+        (DispatchConfig(sizes=(8,)), "one axis whose buckets"),
+        (DispatchConfig(sizes=(8,), axes=[Axis("length", (16,))]), "one axis whose buckets"),
         (DispatchConfig(sizes=(4,), axes=[Axis("length", (16, 64))]), "at least 8"),
     ],
 )

@@ -112,10 +112,10 @@ def test_a_driver_that_took_nothing_yet_may_take_a_block_for_each_lot_of_samples
     ("samples", "sizes", "message"),
     [
         ([(8, 10)], [8, 4], "at least 2"),
-        ([(4, 10), (8, 20)], [8, 4], "descending size"),
+        ([(4, 10), (8, 20)], [8, 4], "descending order of size"),
         ([(8, 20), (4, 10)], [8, 4], "never shrinks"),
-        ([(8, 10), (4, 20)], [16, 8, 4], "from the largest size"),
-        ([(8, 10), (4, 20)], [], "from the largest size"),
+        ([(8, 10), (4, 20)], [16, 8, 4], "first sample must be of the largest size"),
+        ([(8, 10), (4, 20)], [], "first sample must be of the largest size"),
     ],
 )
 def test_samples_that_say_nothing_are_refused(samples, sizes, message):

@@ -93,11 +93,11 @@ def test_a_validated_hedge_saves_what_the_optimum_loses():
 
 def test_warnings_say_when_not_to_rely_on_a_plan():
     short = plan_sizes(trace_of([5] * 50), graphs=2, max_size=8)
-    assert any("The trace is short: 50 steps" in text for text in short.warnings)
+    assert any("The trace is short: it has 50 steps" in text for text in short.warnings)
     assert any("Validating a hedge requires 300 steps" in text for text in short.warnings)
     assert any("judged on the steps it was planned on" in text for text in short.warnings)
     large = plan_sizes(trace_of([5, 90, 90] * 400), graphs=2, max_size=8)
-    assert any("800 of 1200 steps have more than 8 tokens" in text for text in large.warnings)
+    assert any("800 of 1,200 steps have more than 8 tokens" in text for text in large.warnings)
     many = plan_sizes(trace_of([5] * 2000), graphs=6, max_size=8)
     assert any(
         "has 6 graphs, but the planning steps have only 1 distinct size" in text
@@ -143,10 +143,10 @@ def test_alignment_restricts_every_size():
         ({"graphs": 2, "token_budget": 9}, "at least 17"),
         ({"memory_bytes": 1e9, "bytes_per_graph": 1.0, "token_budget": 9}, "at least 17"),
         ({"memory_bytes": 1e9}, "bytes_per_graph"),
-        ({"memory_bytes": float("nan"), "bytes_per_graph": 1.0}, "above 0"),
+        ({"memory_bytes": float("nan"), "bytes_per_graph": 1.0}, "greater than 0"),
         ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "the price of the largest size"),
         ({"capture_time_s": 1.0}, "capture_s_per_graph"),
-        ({"capture_time_s": 1.0, "capture_s_per_graph": -1}, "above 0"),
+        ({"capture_time_s": 1.0, "capture_s_per_graph": -1}, "greater than 0"),
         ({"graphs": 2, "cost_model": "mlp-h100"}, r"a dispatchkit_plan.CostModel, .* load_cost_"),
         ({"graphs": 2, "dispatch": "sometimes"}, "dispatch must be 'always' or 'best'"),
         ({"graphs": 2, "keyed": "uniforms"}, "keyed must be True, False, 'uniform' or"),
@@ -267,7 +267,7 @@ def test_steps_without_adapters_keep_graphs_of_their_own():
     together = plan_sizes(trace, **kinds, separate_base=False)
     assert {(f.uniform, f.num_active_loras) for f in together.families} == {(True, 3), (False, 8)}
     assert together.waste_pct <= plan.waste_pct
-    with pytest.raises(ConfigError, match="planning by kind of step"):
+    with pytest.raises(ConfigError, match="each kind of step is planned separately"):
         plan_sizes(trace, graphs=1, keyed=True, hedge="none")
 
 

@@ -117,7 +117,7 @@ def test_several_runners_are_told_apart_and_one_that_is_gone_is_not_reported(
     collector = watch(first, name="a", registry=registry)
     assert watch(second, name="b", registry=registry) is collector
     assert watch(first, name="a", registry=registry) is collector
-    with pytest.raises(ConfigError, match="no other runner has"):
+    with pytest.raises(ConfigError, match="Another watched runner is named"):
         watch(second, name="a", registry=registry)
     with pytest.raises(ConfigError, match="runner must be a GraphRunner, got 3"):
         watch(3, registry=registry)
@@ -303,7 +303,7 @@ def test_the_account_of_a_memory_is_scraped(address: str, registry: CollectorReg
         assert value("dispatchkit_memory_pool_bytes", pool=pool.name) == pool.num_bytes > 0
     assert value("dispatchkit_memory_counted_bytes") == account.num_bytes
     assert value("dispatchkit_memory_max_bytes") == 1 << 30
-    with pytest.raises(ConfigError, match="no other memory has"):
+    with pytest.raises(ConfigError, match="Another watched memory is named"):
         watch_memory(GraphMemory(), registry=registry)
     with pytest.raises(ConfigError, match="memory must be a GraphMemory, got 3"):
         watch_memory(3, registry=registry)

@@ -158,6 +158,13 @@ class CompileOptions:
                 )
         if mode is not None:
             if given.get("mode") is not None:
-                raise ConfigError("mode", mode, "passed only once, as mode= or in the options")
+                raise ConfigError(
+                    "mode",
+                    mode,
+                    "passed only once, as mode= or in the options",
+                    "Pass it only once.",
+                    message=f"mode is passed as mode={mode!r} and in the options, as "
+                    f"{given['mode']!r}.",
+                )
             given["mode"] = mode
         return cls(**given)

@@ -67,7 +67,13 @@ class SplitRules:
                 near += nearest_names(one, filter(None, map(function_name, graph.graph.nodes)))
                 raise UnknownNameError("split point", one, {*names, *near})
             called = ", ".join(sorted(names)) or "only torch operators"
-            raise ConfigError("at", str(one), f"called by the step, which calls {called}")
+            raise ConfigError(
+                "at",
+                str(one),
+                "operations of the step",
+                f"Remove it from `at`. The step calls {called}.",
+                message=f"No operation of the step matches {str(one)!r} in `at`.",
+            )
 
 
 def op_name(node: fx.Node) -> str | None:

@@ -175,7 +175,10 @@ class CompiledModel:
                     raise ConfigError(
                         setting,
                         unknown,
-                        f"a dict whose keys are parameters of the model ({', '.join(known)})",
+                        "a dict whose keys are parameters of the model",
+                        f"Its parameters are {', '.join(known)}.",
+                        message=f"{setting} names {', '.join(map(repr, unknown))}, which the model "
+                        "does not have as a parameter.",
                     )
         self._skip_guards = skip_guards
         self._first_facts: Any = None

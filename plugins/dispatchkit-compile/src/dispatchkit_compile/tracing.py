@@ -325,5 +325,7 @@ def batch_dims_of(specs: Mapping[str, Any]) -> dict[str, int]:
             "example",
             sorted(specs),
             "a dict with at least one input that has a batch dimension",
+            "Declare the batch dimension of an input with StaticInput.",
+            message=f"No input in example ({', '.join(sorted(specs))}) has a batch dimension.",
         )
     return dims

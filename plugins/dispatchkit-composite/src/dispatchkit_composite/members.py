@@ -148,15 +148,29 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
     try:
         table = tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("pyproject", name, f"a readable file ({error.strerror})") from error
+        raise ConfigError(
+            "pyproject",
+            name,
+            "a readable file",
+            "Pass the path of a readable TOML file.",
+            message=f"Cannot read {name}: {error.strerror}.",
+        ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("pyproject", name, "a TOML file", f"{error}.") from error
+        raise ConfigError(
+            "pyproject", name, "a TOML file", message=f"{name} is not valid TOML: {error}."
+        ) from error
     where: Any = table
     for part in ("tool", "dispatchkit", "composite", "members"):
         where = where.get(part) if isinstance(where, dict) else None
     if not isinstance(where, list) or not where:
         allowed = "a file with tables [[tool.dispatchkit.composite.members]]"
-        raise ConfigError("pyproject", name, allowed)
+        raise ConfigError(
+            "pyproject",
+            name,
+            allowed,
+            "Add a table [[tool.dispatchkit.composite.members]] for each member.",
+            message=f"{name} lists no members.",
+        )
     return read_members(where)
 
 

@@ -141,9 +141,21 @@ class CompositePolicy:
     def _insert(self, new: MemberState) -> None:
         if new.policy is self:
             allowed = "a policy other than the composite itself"
-            raise ConfigError(f"member {new.name!r}", new.policy, allowed)
+            raise ConfigError(
+                f"member {new.name!r}",
+                new.policy,
+                allowed,
+                "Pass a different policy.",
+                message=f"Member {new.name!r} is the composite itself.",
+            )
         if any(one.name == new.name for one in self._members):
-            raise ConfigError("member name", new.name, "a name that no other member has")
+            raise ConfigError(
+                "member name",
+                new.name,
+                "a name that no other member has",
+                "Pass a different name.",
+                message=f"There is already a member named {new.name!r}.",
+            )
         # Sorting is stable, so members of equal priority stay in the order in which they were
         # added.
         self._members = tuple(sorted((*self._members, new), key=lambda one: -one.priority))

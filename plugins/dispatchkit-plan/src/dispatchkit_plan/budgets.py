@@ -64,7 +64,7 @@ def make_budget(
         raise ConfigError(
             "budget",
             given or None,
-            "exactly one of graphs, memory_bytes and capture_time_s",
+            "given as exactly one of graphs, memory_bytes and capture_time_s",
             "Pass only the tightest budget."
             if given
             else "Pass graphs=24, for example, or --graphs 24 on the command line.",
@@ -76,7 +76,7 @@ def make_budget(
                 "graphs",
                 graphs,
                 f"at most {len(candidates)}, the number of candidate sizes",
-                "Plan fewer graphs, raise max_size, or use a smaller alignment.",
+                "Plan fewer graphs, raise max_size, or reduce align.",
             )
         return Budget(graphs)
     if memory_bytes is not None:
@@ -87,7 +87,7 @@ def make_budget(
         curve, flat = (model.capture_us if model else None), capture_s_per_graph
         setting, limit, scale, per = "capture_time_s", assert_time, 1e-6, "capture_s_per_graph"
     if not _positive(limit):
-        raise ConfigError(setting, limit, "a number above 0")
+        raise ConfigError(setting, limit, "a number greater than 0")
     return Budget(
         None, setting, float(limit), _prices(setting, per, curve, flat, scale, candidates)
     )
@@ -109,7 +109,7 @@ def _prices(
 ) -> FloatArray:
     if flat is not None:
         if not _positive(flat):
-            raise ConfigError(per, flat, "a number above 0")
+            raise ConfigError(per, flat, "a number greater than 0")
         return np.full(len(candidates), float(flat))
     if curve is None:
         field = "graph_bytes" if setting == "memory_bytes" else "capture_us"
@@ -117,6 +117,6 @@ def _prices(
             per,
             None,
             f"given with {setting}",
-            f"Alternatively, pass a cost model with {field}.",
+            f"Alternatively, pass a cost model that has {field}.",
         )
     return np.array([curve(int(size)) * scale for size in candidates])

@@ -115,6 +115,7 @@ def _curve(setting: str, points: Any) -> Curve:
         "a list of [tokens, value] pairs with distinct sizes of at least 1 and finite values of at "
         "least 0"
     )
+    point = "a [tokens, value] pair with a size of at least 1 and a finite value of at least 0"
     if isinstance(points, Curve):
         points = points.points
     try:
@@ -129,7 +130,7 @@ def _curve(setting: str, points: Any) -> Curve:
         valued = isinstance(value, int | float) and not isinstance(value, bool)
         # isfinite would convert the number to a float, which overflows for large integers.
         if not sized or not valued or not 0 <= value <= _LARGEST:
-            raise ConfigError(setting, [size, value], allowed)
+            raise ConfigError(f"point of {setting}", [size, value], point)
     pairs.sort()
     if len({size for size, _ in pairs}) != len(pairs):
         raise ConfigError(setting, [list(pair) for pair in pairs], allowed)
@@ -203,13 +204,15 @@ class CostModel:
         values = [value for value, _ in self.along]
         if bool(self.axis) != bool(values):
             raise ConfigError(
-                "axis", self.axis, "a name if there are models along an axis, otherwise empty"
+                "axis",
+                self.axis,
+                "a name if `along` has models, and empty otherwise",
             )
         for value in values:
             if whole_number(value) is None or not 1 <= value <= _LARGEST:
-                raise ConfigError("axis", value, "an integer of at least 1")
+                raise ConfigError("value of axis", value, "an integer of at least 1")
         if sorted(set(values)) != values:
-            raise ConfigError("axis", values, "distinct values in ascending order")
+            raise ConfigError("values of axis", values, "distinct and in ascending order")
 
     def at(self, value: int) -> CostModel:
         """Return the model for a value of the axis, or the model itself if it has no axis.
@@ -329,7 +332,7 @@ class CostModel:
                 f"{where}: version",
                 data.get("version"),
                 str(COST_MODEL_VERSION),
-                "Another version of dispatchkit wrote the model. Run `dispatchkit calibrate` "
+                "A different version of dispatchkit wrote the model. Run `dispatchkit calibrate` "
                 "again.",
             )
         known = {"format", "version", "name", "source", "clock", "axis", "at", *_CURVES}
@@ -339,7 +342,13 @@ class CostModel:
         missing = [field for field in ("name", "eager_us", "graph_us") if field not in data]
         if missing:
             hint = "Run `dispatchkit calibrate` again."
-            raise ConfigError(f"{where}: {missing[0]}", None, "present", hint)
+            raise ConfigError(
+                f"{where}: {missing[0]}",
+                None,
+                "given",
+                hint,
+                message=f"{where}: field {missing[0]!r} is missing.",
+            )
         try:
             return cls(
                 name=data["name"],
@@ -358,22 +367,23 @@ class CostModel:
     @classmethod
     def _along(cls, data: Mapping[str, Any]) -> list[tuple[int, CostModel]]:
         """Return the (value, model) pairs of the axis from the content of a file."""
-        allowed = "a list of [value, {curves}] pairs"
+        allowed = "a list of [value, curves] pairs"
         pairs = data.get("at", [])
         if not isinstance(pairs, list):
             raise ConfigError("at", pairs, allowed)
         found = []
-        for pair in pairs:
+        for index, pair in enumerate(pairs):
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], Mapping)):
-                raise ConfigError("at", pair, allowed)
+                raise ConfigError(f"at[{index}]", pair, "a [value, curves] pair")
             value, curves = pair
             missing = {"eager_us", "graph_us"} - set(curves)
             odd = set(curves) - set(_CURVES)
             if missing or odd:
                 raise ConfigError(
-                    "at",
+                    f"at[{index}]",
                     sorted(curves),
-                    f"curves among {', '.join(_CURVES)}, including eager_us and graph_us",
+                    f"curves named {', '.join(_CURVES)}, of which eager_us and graph_us are "
+                    "required",
                 )
             shared = {"name": data["name"], "source": data.get("source", "")}
             found.append((value, cls(**shared, clock=data.get("clock", "device"), **curves)))
@@ -416,13 +426,25 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
             "Pass one of these names, or the path of a file.",
         ) from None
     except OSError as error:
-        raise ConfigError("cost model", name, f"a readable file ({error.strerror})") from error
+        raise ConfigError(
+            "cost model",
+            name,
+            "a readable file",
+            "Pass the path of a readable file.",
+            message=f"Cannot read cost model {name}: {error.strerror}.",
+        ) from error
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError("cost model", name, "a file of at most 16 MiB", _WRITES)
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ConfigError("cost model", name, f"a JSON file ({error})", _WRITES) from error
+        raise ConfigError(
+            "cost model",
+            name,
+            "a JSON file",
+            _WRITES,
+            message=f"Cost model {name} is not a JSON file: {error}.",
+        ) from error
     return CostModel.from_json(data, where=name)
 
 

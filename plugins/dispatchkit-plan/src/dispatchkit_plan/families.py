@@ -61,7 +61,7 @@ def split_families(
         raise ConfigError(
             "keyed",
             "uniform",
-            "omitted for a workload without the column uniform_decode",
+            "False for a trace without the column uniform_decode",
             "Record that column to plan by kind of step.",
         )
     classes: Sequence[bool | None] = (False, True) if by_uniform else (None,)
@@ -117,8 +117,9 @@ class JointCurve:
             raise ConfigError(
                 "graphs",
                 num_graphs,
-                f"from {self.fewest} to {len(self.choices) - 1} when planning by kind of step",
-                "Each kind of step needs at least one graph, for its largest size.",
+                f"from {self.fewest} to {len(self.choices) - 1} if each kind of step is planned "
+                "separately",
+                "Each kind needs at least one graph, for its largest size.",
             )
         return [(g.uniform, g.loras, g.curve.sizes(count)) for g, count in chosen]
 

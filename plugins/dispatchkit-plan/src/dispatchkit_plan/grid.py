@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.keys import check_count
 from dispatchkit.observe import StepTrace
 
@@ -187,15 +187,17 @@ def plan_grid(
         raise TraceError(
             trace.source,
             None,
-            f"has no step within max_size {max_size} and max_value {max_value} of {axis} to plan "
-            "on. Raise these limits.",
+            f"has no step to plan on with at most {counted(max_size, 'row')} (max_size) and "
+            f"{axis} of at most {max_value} (max_value). Raise these limits.",
         )
     if cost_model is not None and cost_model.along and cost_model.axis != axis:
         raise ConfigError(
             "cost_model",
             cost_model.name,
             f"measured along {axis!r} or without an axis",
-            f"It was measured along {cost_model.axis!r}. Calibrate along {axis!r}.",
+            f"Calibrate along {axis!r}.",
+            message=f"Cost model {cost_model.name!r} was measured along {cost_model.axis!r}, but "
+            f"the plan is for {axis!r}.",
         )
     planner = _GridPlanner(
         axis=axis,
@@ -227,7 +229,7 @@ class _Batches:
         """Return the steps of a trace, excluding steps without rows."""
         if axis not in trace.axes:
             named = ", ".join(trace.axes) or "none"
-            problem = f"has no column 'axis.{axis}'; its axes are: {named}."
+            problem = f"has no column 'axis.{axis}'. Its axes are: {named}."
             raise TraceError(trace.source, None, problem)
         sizes = np.array(trace.column("num_tokens"), dtype=np.int64)
         values = np.maximum(np.array(trace.column(f"axis.{axis}"), dtype=np.int64), 1)
@@ -361,8 +363,8 @@ class _GridPlanner:
         if len(self.fit) >= 1000:
             return []
         short = (
-            f"The trace is short: {len(self.fit)} steps within the limits, fewer than 1000. Record "
-            "a longer trace before you rely on the plan."
+            f"The trace is short: it has {counted(len(self.fit), 'step')} within the limits, fewer "
+            "than 1,000. Record a longer trace before you rely on the plan."
         )
         return [short]
 

@@ -39,7 +39,7 @@ class GridPolicy:
     traits = frozenset({"smallest_bucket", "monotone", "stateless"})
 
     def __init__(self, grid: Mapping[Any, Iterable[int]]) -> None:
-        allowed = "capture sizes of each bucket, such as {16: [1, 2, 4], 64: [1, 3]}"
+        allowed = "a dict of capture sizes by bucket, such as {16: [1, 2, 4], 64: [1, 3]}"
         given: Any = grid
         if not isinstance(given, Mapping) or not given:
             raise ConfigError("grid", given, allowed)
@@ -62,7 +62,9 @@ class GridPolicy:
         buckets = tuple(self.grid)
         if len(config.axes) != 1 or config.axes[0].buckets != buckets:
             raise ConfigError(
-                "axes", config.axes, f"one axis with the buckets of the grid, {buckets}"
+                "axes",
+                config.axes,
+                f"a list of one axis whose buckets are those of the grid, {buckets}",
             )
         largest = max(sizes[-1] for sizes in self.grid.values())
         if config.max_num_tokens < largest:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 
 from dispatchkit_plan.objective import Objective
 from dispatchkit_plan.optimal import FloatArray, IntArray, size_curve
@@ -65,13 +65,14 @@ class Hedge:
 
     def __attrs_post_init__(self) -> None:
         shares = [self.own, self.prior, *(share for _, share in self.spread)]
+        allowed = "numbers of at least 0 with a sum of 1"
         if not all(isinstance(share, int | float) for share in shares):
-            raise ConfigError("hedge", shares, "shares of at least 0 with a sum of 1")
+            raise ConfigError("shares of the hedge", shares, allowed)
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ConfigError("hedge", shares, "shares of at least 0 with a sum of 1")
+            raise ConfigError("shares of the hedge", shares, allowed)
         for width, _ in self.spread:
             if not 0 < width < 1:
-                raise ConfigError("hedge spread width", width, "a number between 0 and 1")
+                raise ConfigError("width in spread", width, "a number between 0 and 1")
 
     def apply(self, demand: FloatArray, *, weight: float | None = None) -> FloatArray:
         """Return the histogram to plan for.
@@ -170,8 +171,8 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
             FALLBACK_HEDGE,
             validated=False,
             reason=(
-                f"Validating a hedge requires {MIN_VALIDATION_STEPS} steps, but there are only "
-                f"{len(steps)}; the default hedge is used."
+                f"Validating a hedge requires {counted(MIN_VALIDATION_STEPS, 'step')}, but the "
+                f"trace has only {len(steps):,}. The default hedge is used."
             ),
         )
     top = int(candidates[-1])
@@ -201,8 +202,8 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
         _average(HEDGE_CANDIDATES, weights),
         validated=True,
         reason=(
-            f"Average of {len(HEDGE_CANDIDATES)} mixtures, with more weight for a lower excess. "
-            f"Each mixture was validated on {_BLOCKS - 1} blocks of the trace."
+            f"Weighted average of {len(HEDGE_CANDIDATES)} hedges; a hedge with less excess cost "
+            f"has more weight. Each was validated on {_BLOCKS - 1} blocks of the trace."
         ),
         expected_excess_pct=tuple(
             (k, float(value)) for k, value in zip(levels, excess[:, best].mean(axis=0), strict=True)

@@ -183,19 +183,23 @@ def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
     if len(taken) < 2:
         raise ConfigError("samples", len(taken), "at least 2 captured sizes", "Capture more sizes.")
     if any(a.size <= b.size for a, b in itertools.pairwise(taken)):
-        raise ConfigError("samples", [s.size for s in taken], "in order of descending size")
+        raise ConfigError(
+            "samples", [s.size for s in taken], "in descending order of size", "Sort the samples."
+        )
     if any(a.reserved_bytes > b.reserved_bytes for a, b in itertools.pairwise(taken)):
         raise ConfigError(
             "samples",
             [s.reserved_bytes for s in taken],
-            "memory that never shrinks between captures",
+            "samples whose memory never shrinks from one capture to the next",
             "Measure again while no other code releases memory.",
         )
     if not wanted or wanted[0] != taken[0].size:
         raise ConfigError(
             "samples",
             taken[0].size,
-            f"captured from the largest size ({wanted[0] if wanted else 'none given'}) down",
+            "captured in descending order from the largest size",
+            message=f"The first sample must be of the largest size "
+            f"({wanted[0] if wanted else 'no sizes are given'}), got {taken[0].size}.",
         )
 
 

@@ -101,7 +101,7 @@ def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int
     wanted = np.isin(candidates, np.asarray(required, dtype=np.int64))
     if wanted.sum() != len(set(required)):
         odd = sorted(set(required) - set(candidates.tolist()))
-        raise ConfigError("required sizes", odd, f"among the candidate sizes {candidates.tolist()}")
+        raise ConfigError("required", odd, f"candidate sizes ({candidates.tolist()})")
     # Number of required sizes among the first j candidates.
     passed = np.concatenate([[0], np.cumsum(wanted)])
     # Number of required sizes among candidates j to i - 1.
@@ -213,7 +213,7 @@ def best_sizes_within(
             setting,
             budget,
             f"at least {price[-1]:g}, the price of the largest size ({int(candidates[-1])} tokens)",
-            f"Raise {setting}, or lower the largest size.",
+            f"Raise {setting}, or reduce max_size.",
         )
     count = len(candidates)
     if price.min() == price.max():

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.keys import check_count, check_counts
 from dispatchkit.observe import StepTrace
 
@@ -161,8 +161,8 @@ def plan_own_sizes(
         raise TraceError(
             work.source,
             None,
-            f"has no step of at most {max_size} tokens to plan on; the smallest step has "
-            f"{int(fit.num_tokens.min())}. Raise max_size.",
+            f"has no step of at most {counted(max_size, 'token')} (max_size) to plan on; the "
+            f"smallest step has {int(fit.num_tokens.min()):,}. Raise max_size.",
         )
     warnings = []
     if fit.axes:

@@ -132,8 +132,8 @@ def plan_sizes(
         raise TraceError(
             work.source,
             None,
-            f"has no step of at most {max_size} tokens, the largest size, to plan on; the "
-            f"smallest step has {int(fit.num_tokens.min())}. Raise max_size.",
+            f"has no step of at most {counted(max_size, 'token')} (max_size) to plan on; the "
+            f"smallest step has {int(fit.num_tokens.min()):,}. Raise max_size.",
         )
     warnings = _warnings(fit, demand, max_size)
     candidates = _candidates(max_size, align, fit, warnings)
@@ -202,7 +202,7 @@ def _hedge_choice(
     objective: Objective,
 ) -> HedgeChoice:
     if isinstance(hedge, Hedge):
-        return HedgeChoice(hedge, validated=False, reason="The hedge was given.")
+        return HedgeChoice(hedge, validated=False, reason="The given hedge is used.")
     if hedge == "none":
         return HedgeChoice(NO_HEDGE, validated=False, reason="Hedging is turned off.")
     if hedge != "auto":
@@ -229,13 +229,15 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
         )
     if usable < MIN_STEPS:
         warnings.append(
-            f"The trace is short: {counted(usable, 'step')} of at most {max_size} tokens, fewer "
-            f"than {MIN_STEPS}. Record a longer trace before you rely on the plan."
+            f"The trace is short: it has {counted(usable, 'step')} of at most "
+            f"{counted(max_size, 'token')}, fewer than {MIN_STEPS:,}. Record a longer trace "
+            "before you rely on the plan."
         )
     if usable < total / 2:
         warnings.append(
-            f"{total - usable} of {total} steps have more than {max_size} tokens and run eager "
-            "with any plan. A larger max_size may help more than a better choice of sizes."
+            f"{total - usable:,} of {total:,} steps have more than {counted(max_size, 'token')} "
+            "and run eager with any plan. A larger max_size may help more than a better choice of "
+            "sizes."
         )
     return warnings
 
@@ -392,7 +394,7 @@ class _Planner:
                 self.budget.setting,
                 self.budget.limit,
                 f"enough for {counted(joint.fewest, 'graph')}, one for each kind of step",
-                f"Raise {self.budget.setting}, or plan without keyed.",
+                f"Raise {self.budget.setting}, or omit keyed.",
             )
         return within, curve
 

@@ -25,7 +25,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.dispatch import Dispatcher, decision_us
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.keys import DispatchConfig, RuntimeMode, check_count, check_instance
 from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.plugins import PluginSet, load_plugins
@@ -59,7 +59,7 @@ class Exchange:
         for name in ("hop_us", "own_us"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise ConfigError(name, value, "microseconds, at least 0")
+                raise ConfigError(name, value, "a time in microseconds of at least 0")
 
     def num_hops(self, ranks: int) -> int:
         """Return the number of messages in the chain."""
@@ -165,7 +165,7 @@ def simulate_ranks(
         raise ConfigError(
             "policy",
             dispatcher.policy_name,
-            "a policy that does not learn, because ranks are simulated",
+            "a policy that does not learn, if ranks are simulated",
             "Pass the policy that the leader starts with.",
         )
     steps = Steps.of(trace, config)
@@ -174,7 +174,7 @@ def simulate_ranks(
         raise TraceError(
             trace.source,
             None,
-            f"has fewer steps with tokens than {ranks} ranks. Use a longer trace.",
+            f"has fewer than {ranks} steps with tokens, one for each rank. Use a longer trace.",
         )
     steps = _first(steps, num_rounds * ranks)
     run = LaneRun(dispatcher, model, scenario, random.Random(0))
@@ -218,8 +218,8 @@ def simulate_ranks(
         notes=(
             f"Steps of the trace are combined in order, {ranks} at a time.",
             (
-                f"An agreement takes {exchange.num_hops(ranks)} messages of {exchange.hop_us:g} us "
-                "each."
+                f"An agreement takes {counted(exchange.num_hops(ranks), 'message')} of "
+                f"{exchange.hop_us:g} us each."
             ),
         ),
     )
@@ -236,7 +236,12 @@ def _check(scenario: Scenario, config: DispatchConfig) -> None:
     }
     for name, value in refused.items():
         if value is not None:
-            raise ConfigError(name, value, "omitted if ranks are simulated")
+            raise ConfigError(
+                name,
+                value,
+                "omitted if ranks are simulated",
+                f"Remove {name}, or simulate one rank.",
+            )
 
 
 def _first(steps: Steps, count: int) -> Steps:

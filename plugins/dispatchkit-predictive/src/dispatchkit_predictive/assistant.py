@@ -89,7 +89,10 @@ class Predictive:
         """
         if self._runner is not None:
             hint = "Create one Predictive for each runner."
-            raise ConfigError("runner", runner, "attached to a new Predictive", hint)
+            message = "This Predictive is already attached to a runner."
+            raise ConfigError(
+                "runner", runner, "attached to a new Predictive", hint, message=message
+            )
         if not hasattr(runner, "taps"):
             raise ConfigError("runner", runner, "a GraphRunner")
         keys = tuple(runner.registry)
@@ -188,7 +191,13 @@ class Predictive:
 
     def _attached(self) -> tuple[GraphRunner, CapturePlanner]:
         if self._runner is None or self._planner is None:
-            raise ConfigError("runner", None, "attached", "Call attach(runner) first.")
+            raise ConfigError(
+                "runner",
+                None,
+                "attached",
+                "Call attach(runner) first.",
+                message="This Predictive is not attached to a runner.",
+            )
         return self._runner, self._planner
 
     def _on_decision(self, decision: Decision) -> None:

@@ -62,6 +62,7 @@ class RunnerCollector(Collector):
                     name,
                     "a name that no other runner has",
                     "Pass a different name for each watched runner.",
+                    message=f"Another watched runner is named {name!r}.",
                 )
             self._runners[name] = runner
 

@@ -129,7 +129,11 @@ class EngineExport:
                 ).start()
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                "metrics", where, "a free port or the path of a writable file", f"{error}."
+                "metrics",
+                where,
+                "a free port or the path of a writable file",
+                "Pass a free port or the path of a writable file.",
+                message=f"Cannot export metrics to {where!r}: {error}.",
             ) from error
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ class MemoryCollector(Collector):
                     name,
                     "a name that no other memory has",
                     "Pass a different name for each watched memory.",
+                    message=f"Another watched memory is named {name!r}.",
                 )
             self._memories[name] = memory
 

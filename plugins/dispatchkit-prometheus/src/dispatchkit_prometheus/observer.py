@@ -52,6 +52,7 @@ class PrometheusObserver:
                 registry,
                 "a registry without this observer",
                 "Use one observer for all runners.",
+                message="The registry already contains the metrics of a PrometheusObserver.",
             ) from error
         self._failed = Counter(
             "dispatchkit_failed_captures",

@@ -33,7 +33,7 @@ import attrs
 import torch
 
 from dispatchkit.backends import GraphBackend
-from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.errors import CaptureError, ConfigError, counted
 from dispatchkit.execute import GraphRunner, StaticInput, preserved_state, sample_inputs
 from dispatchkit.keys import GraphKey, RuntimeMode, check_count, check_counts, check_instance
 
@@ -119,7 +119,7 @@ def calibrate(
         )
         runner = measured.runner
         if not len(runner.registry):
-            raise ConfigError("mode", str(runner.config.mode), "a mode with graphs to measure")
+            raise ConfigError("mode", str(runner.config.mode), "a mode that uses graphs")
         axes = runner.config.axes
         if len(axes) > 1:
             allowed = "at most one axis, because costs are measured along one axis"
@@ -235,7 +235,12 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
         sys.path[:] = before
     runner = found() if callable(found) else found
     if not isinstance(runner, GraphRunner):
-        raise ConfigError("model", model, form, f"The result is a {type(runner).__name__}.")
+        raise ConfigError(
+            "model",
+            model,
+            form,
+            f"The function returned an object of type {type(runner).__name__}.",
+        )
     return runner
 
 
@@ -285,8 +290,8 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
     if not captured:
         key, why = next(iter(failed.items()))
         raise CaptureError(
-            f"No size of the step could be captured; the first failure was {key}: {why}. Make the "
-            "step capturable in a GraphRunner first.",
+            f"No size of the step could be captured. The first failure was {key}: {why}. Change "
+            "the step so that a GraphRunner can capture it, then calibrate again.",
             key=str(key),
             reason="error",
         )
@@ -360,16 +365,17 @@ def _steadiness(times: Mapping[Arm, _Times]) -> str:
     worst = max(time.spread for time in times.values())
     if worst <= _STEADY:
         return (
-            f"The middle half of the samples of each step spans at most {worst:.1%} of the median."
+            f"The interquartile range of each step's samples is at most {worst:.1%} of their "
+            "median."
         )
     if worst <= _BUSY:
         return (
-            f"Unsteady: the middle half of the samples of a step spans {worst:.0%} of the median. "
-            "Measure again on an idle machine."
+            f"The samples vary: the interquartile range of a step's samples is {worst:.0%} of "
+            "their median. Measure again on an idle machine."
         )
     return (
-        "The machine was busy: the middle half of the samples of a step spans more than half of "
-        "the median, so these times are not reliable. Measure again on an idle machine."
+        "The machine was busy: the interquartile range of a step's samples is more than half of "
+        "their median, so these times are not reliable. Measure again on an idle machine."
     )
 
 
@@ -410,9 +416,9 @@ def _source(
     samples: int,
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
-    clock = {"queued": "timing events", "waited": "host clock until each step ends"}[pace]
+    clock = {"queued": "timing events", "waited": "host clock, read after each step ends"}[pace]
     if not runner.backend.capabilities.device_timing:
-        clock = "host clock without a device"
+        clock = "host clock, because there is no device"
     text = (
         f"Backend {runner.backend.name}: {info}. Steps are {pace} ({clock}); times are medians of "
         f"{samples} samples. {_steadiness(times)}"
@@ -420,7 +426,7 @@ def _source(
     failed = {key: why for found in graphs.values() for key, why in found.failed.items()}
     if failed:
         listed = "; ".join(f"{key}: {why}" for key, why in list(failed.items())[:3])
-        text += f" Not captured: {len(failed)} keys ({listed})."
+        text += f" Not captured: {counted(len(failed), 'key')} ({listed})."
     return text
 
 

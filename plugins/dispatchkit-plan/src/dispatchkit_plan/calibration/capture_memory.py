@@ -58,7 +58,7 @@ def forecast(
     samples = check_count(samples, "samples", minimum=2)
     wanted = sorted(check_capture_sizes(tuple(sizes)), reverse=True)
     if len(wanted) < 2:
-        raise ConfigError("sizes", wanted, "at least two sizes")
+        raise ConfigError("sizes", wanted, "a list of at least two sizes")
     if not callable(capture):
         raise ConfigError("capture", capture, "a function that captures the graph of a size")
     device = resolve_backend(backend)

@@ -115,7 +115,7 @@ def make_measured_runner(
                 "step",
                 step,
                 "a function if settings are given",
-                f"Set {given} when you create the runner.",
+                f"Pass {', '.join(given)} when you create the runner.",
             )
         runner = step
     else:
@@ -125,7 +125,7 @@ def make_measured_runner(
         runner = GraphRunner(step, inputs, example=example, policy=policy, **settings)
     wanted = runner.config.sizes if sizes is None else check_capture_sizes(tuple(sizes))
     if not wanted:
-        raise ConfigError("sizes", wanted, "at least one size to measure")
+        raise ConfigError("sizes", wanted, "a list of at least one size to measure")
     config = attrs.evolve(
         runner.config,
         sizes=wanted,
@@ -230,7 +230,7 @@ def forecast_graph_memory(
                 keys.setdefault(key.num_tokens, []).append(key)
         sizes = sorted(keys, reverse=True)
         if len(sizes) < 2:
-            raise ConfigError("sizes", sizes, "at least two sizes")
+            raise ConfigError("sizes", sizes, "a list of at least two sizes")
         runner.controls.warm_up()
         meter = MemoryMeter(runner)
         taken = []
@@ -243,7 +243,7 @@ def forecast_graph_memory(
                 for key, why in (report.failed | report.skipped).items():
                     raise CaptureError(
                         f"The memory of {key} cannot be measured, because its capture failed "
-                        f"({why}). Make the step capturable, or omit the size.",
+                        f"({why}). Change the step so that it can be captured, or omit the size.",
                         key=str(key),
                     )
                 pool, held = meter.pool_bytes(), meter.held_bytes()

@@ -65,7 +65,8 @@ def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
     unused = [name for name in rows.axes if name not in [axis.name for axis in config.axes]]
     if unused:
         print_stderr(
-            f"Note: {rows.source} has values of {', '.join(unused)}, which --axes does not declare."
+            f"Note: The trace {rows.source} has values for axes that --axes does not declare: "
+            f"{', '.join(unused)}."
         )
 
 
@@ -99,14 +100,17 @@ def show_account(account: Account, out: Console, limit: int | None) -> None:
     shown = account.decisions[:limit]
     title = "All decisions" if len(shown) == len(account.decisions) else "Most expensive decisions"
     out.print(
-        Text(f"\n{title} (lost: extra time compared with a graph of the exact size)", style="bold")
+        Text(
+            f"\n{title} (lost: additional time compared with a graph of the exact size)",
+            style="bold",
+        )
     )
     cells = [_decision_cells(account, one) for one in shown]
     columns = ["Tokens", "Steps", "Runs as", "Pad", "ms", "Lost ms", "Nearest graph"]
     out.print(table(columns, cells, right=[0, 1, 3, 4, 5]))
     if len(shown) < len(account.decisions):
         rest = len(account.decisions) - len(shown)
-        out.print(Text(f"{rest:,} more decisions; print them with --all or --json."))
+        out.print(Text(f"{counted(rest, 'more decision')}; print all with --all or --json."))
 
 
 def _decision_cells(account: Account, one: AccountedDecision) -> list[str]:

@@ -169,7 +169,13 @@ def plan(
         ("--capture-s-per-graph", capture_s_per_graph, "--capture-time-s", capture_time_s),
     ):
         if given is not None and needed is None:
-            raise ConfigError(flag, given, f"omitted without {needs}")
+            raise ConfigError(
+                flag,
+                given,
+                f"omitted without {needs}",
+                f"Add {needs}, or remove {flag}.",
+                message=f"{flag} has no effect without {needs}.",
+            )
     from dispatchkit.observe import StepTrace
 
     from dispatchkit_plan import emit, load_cost_model, plan_grid, plan_own_sizes, plan_sizes
@@ -228,17 +234,26 @@ def plan(
             ("--align", align != 1),
             ("--memory-bytes", memory_bytes is not None),
             ("--capture-time-s", capture_time_s is not None),
-            ("--engine", engine not in (None, "dispatchkit")),
         )
+        if engine not in (None, "dispatchkit"):
+            raise ConfigError(
+                "--engine",
+                engine,
+                "'dispatchkit' with --axis",
+                "Other engines have no axes.",
+            )
         if not isinstance(workload, StepTrace):
             raise ConfigError(
                 "--axis",
                 axis,
-                "omitted with a file of counts, which has no axes",
+                "omitted with a file of counts",
                 "Use a step trace.",
+                message="--axis requires a trace with axes, but a file of counts has none.",
             )
         if graphs is None:
-            raise ConfigError("--graphs", None, "given with --axis")
+            raise ConfigError(
+                "--graphs", None, "given with --axis", "Add --graphs 24, for example."
+            )
         grid = plan_grid(
             workload,
             axis,
@@ -285,7 +300,13 @@ def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
     """Raise ``ConfigError`` if a flag is given that has no effect in this kind of plan."""
     for flag, is_given in flags:
         if is_given:
-            raise ConfigError(flag, "given", f"omitted {why}")
+            raise ConfigError(
+                flag,
+                "given",
+                f"omitted {why}",
+                "Remove one of the two options.",
+                message=f"{flag} cannot be combined {why}.",
+            )
 
 
 def show(made: Plan, out: Console) -> None:

@@ -120,8 +120,13 @@ def _of_document(
 
     for name, value in given.items():
         if value is not None:
+            flag = "--" + name.replace("_", "-")
             raise ConfigError(
-                name, value, f"omitted, because {source} already contains the decisions"
+                name,
+                value,
+                "omitted with a file that already contains the decisions",
+                f"Remove {flag}.",
+                message=f"{flag} has no effect, because {source} already contains the decisions.",
             )
     if isinstance(document, dict) and document.get("format") == STATISTICS_FORMAT:
         return report_of_statistics(document, source=str(source))

@@ -132,7 +132,12 @@ def simulate(
     options = settings["policy_options"]
     sampling = settings.chosen("runner").get("sample_every")
     if options and len(names) > 1:
-        raise ConfigError("policy_options", options, "omitted if several policies are compared")
+        raise ConfigError(
+            "policy_options",
+            options,
+            "omitted if several policies are compared",
+            "Simulate each policy separately, or remove the setting.",
+        )
     scenarios = [
         Scenario(
             policy=name,
