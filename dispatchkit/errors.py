@@ -167,7 +167,8 @@ class UnknownNameError(ConfigError, LookupError):
         if len(self.known) > _MOST_NAMES:
             listing = f"one of {len(self.known)} names"
         guess = did_you_mean(name, self.known)
-        super().__init__(kind, name, listing, f"{guess} {hint}".strip())
+        message = "" if self.known else f"No {kind} is available, got {_shown(name)}."
+        super().__init__(kind, name, listing, f"{guess} {hint}".strip(), message=message)
 
 
 class DescriptorError(DispatchkitError, ValueError):

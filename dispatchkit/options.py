@@ -345,7 +345,11 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
         f"Omit: {needless} (the default)" if needless else "",
     ]
     text = "\n".join(filter(None, hints))
-    raise ConfigError(", ".join(moved), value, "passed in another argument", text)
+    names = ", ".join(moved)
+    message = f"{names} cannot be passed as an argument of its own; pass it as shown here."
+    if len(moved) > 1:
+        message = f"{names} cannot be passed as arguments of their own; pass them as shown here."
+    raise ConfigError(names, value, "passed in a different argument", text, message=message)
 
 
 def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str, str]:

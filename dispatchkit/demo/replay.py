@@ -106,7 +106,7 @@ def resolve_device(name: str) -> torch.device:
     if int(index or 0) >= count:
         allowed = ", ".join(f"cuda:{number}" for number in range(count))
         raise BackendUnavailableError(
-            f"Device {name!r} does not exist; torch detects {count}: {allowed}. Use one of these."
+            f"Device {name!r} does not exist. Use one that torch detects: {allowed}."
         )
     return torch.device("cuda", int(index or 0))
 

@@ -110,7 +110,9 @@ def trial_keys(
                 value=key,
             )
         if key.num_tokens > config.max_num_tokens:
-            problem = f"returned {key}, but max_num_tokens is {config.max_num_tokens}."
+            problem = (
+                f"returned {key}, but max_num_tokens is {config.max_num_tokens}; omit larger keys."
+            )
             raise PolicyError(name, "declare", problem, origin=origin, value=key)
     is_plain = not declares_axes(keys)
     if config.axes and not is_plain:

@@ -76,16 +76,16 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
         )
     total = sum(part.num_tokens for part in parts)
     if total != batch.num_tokens:
-        odd = "are in no part" if total < batch.num_tokens else "are in two parts"
-        number = abs(total - batch.num_tokens)
-        return f"split {batch.num_tokens} rows into {shown}, but {number} of them {odd}."
+        rows = counted(batch.num_tokens, "row")
+        only = "only " if total < batch.num_tokens else ""
+        return f"split {rows} into {shown}, but these parts have {only}{counted(total, 'row')}."
     sizes = [part.key.num_tokens for part in parts]
     if sizes != sorted(sizes, reverse=True):
         # Splits with the same graphs in different orders would be counted and timed separately.
         return f"split a batch into {shown}; put larger graphs first."
     for part in parts:
         if broken := _broken_by_key(part.key, part_of(batch, part.num_tokens), graphs):
-            return f"split {batch.num_tokens} rows and {broken}"
+            return f"split {counted(batch.num_tokens, 'row')} and {broken}"
     return None
 
 

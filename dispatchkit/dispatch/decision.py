@@ -129,7 +129,8 @@ def _part(value: Any) -> Part:
     try:
         return value if isinstance(value, Part) else Part(*value)
     except TypeError:
-        raise DescriptorError("parts", value, "pairs of a GraphKey and a number of rows") from None
+        allowed = "a pair of a GraphKey and a number of rows"
+        raise DescriptorError("each part", value, allowed) from None
 
 
 @attrs.frozen
@@ -203,7 +204,7 @@ class Decision:
             raise DescriptorError("parts", parts, allowed)
         found = tuple(map(_part, parts))
         if not found:
-            raise DescriptorError("parts", found, allowed)
+            raise DescriptorError("parts", found, "at least one pair")
         key = found[0].key
         return cls(key.mode, key, _check_reason(reason), timed, parts=found)
 

@@ -50,7 +50,7 @@ class MeasuredTime:
     queued: bool
 
     def __str__(self) -> str:
-        depth = "behind other work" if self.queued else "idle"
+        depth = "behind other work" if self.queued else "on an idle stream"
         steps = counted(self.steps, "step")
         return f"{self.median_us:,.1f} µs, median of {steps}, {depth} ({self.clock} time)"
 
@@ -332,5 +332,5 @@ _CAUSES: Mapping[str, str] = {
     Reason.VALUE_CHANGED: "executor: a value that Python code reads has changed",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
     Reason.NO_ANSWER: "policy: no policy decided this batch",
-    Reason.POLICY_ERROR: "policy: the policy raised an error or broke a constraint",
+    Reason.POLICY_ERROR: "policy: the policy raised an error or violated a constraint",
 }

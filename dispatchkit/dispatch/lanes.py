@@ -130,7 +130,10 @@ class Lanes:
     def _check_policy(self, attribute: object, value: object) -> None:
         if value is not None and not callable(getattr(value, "choose", None)):
             hint = "For a policy by name, set LaneOptions(lane_policy=...) in the options."
-            raise ConfigError("lane policy", value, "an object with choose()", hint)
+            raise ConfigError("lane policy", value, "an object with a method choose()", hint)
+        if isinstance(value, type):
+            hint = f"Pass an instance: {value.__name__}(...)."
+            raise ConfigError("lane policy", value, "an object with a method choose()", hint)
 
 
 def needs_key(policy: object) -> bool:
@@ -141,9 +144,9 @@ def needs_key(policy: object) -> bool:
 def lane_fault(answer: Any, num_lanes: int) -> str:
     """Describe why a chosen lane is invalid; empty if it is valid."""
     if whole_number(answer) is None:
-        return f"returned {answer!r:.60}, not the index of a lane (0..{num_lanes - 1})"
+        return f"returned {answer!r:.60}, not the index of a lane (0 to {num_lanes - 1})"
     if not 0 <= answer < num_lanes:
-        return f"returned lane {answer}, but lanes are 0..{num_lanes - 1}"
+        return f"returned lane {answer}, but indices are 0 to {num_lanes - 1}"
     return ""
 
 

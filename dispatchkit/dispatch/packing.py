@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from dispatchkit.errors import PolicyError
+from dispatchkit.errors import PolicyError, counted
 
 
 @attrs.frozen
@@ -75,14 +75,15 @@ def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: Pack
     """Describe why bins are invalid; empty if they are valid."""
     found = [item for one in bins for item in one]
     if any(type(item) is not int for item in found) or sorted(found) != list(range(len(lengths))):
-        return f"returned {bins!r}, which must contain each of {len(lengths)} items exactly once."
+        last = len(lengths) - 1
+        return f"returned {bins!r}, which must contain each index from 0 to {last} exactly once."
     for one in bins:
         num_tokens = sum(lengths[item] for item in one)
         if not one:
             return "returned a bin without items; omit empty bins."
         if num_tokens > limits.max_tokens and len(one) > 1:
             most = f"{limits.max_tokens} (the largest captured size)"
-            return f"put {num_tokens} tokens into a bin; the limit is {most}."
+            return f"put {counted(num_tokens, 'token')} into a bin; the limit is {most}."
         if limits.max_items is not None and len(one) > limits.max_items:
-            return f"put {len(one)} items into a bin; the limit is {limits.max_items}."
+            return f"put {counted(len(one), 'item')} into a bin; the limit is {limits.max_items}."
     return ""

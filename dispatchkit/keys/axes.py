@@ -54,9 +54,10 @@ class Axis:
     def __attrs_post_init__(self) -> None:
         name: Any = self.name
         if not isinstance(name, str) or not name.isidentifier():
-            raise ConfigError("axis", name, "a valid name of a Python argument")
+            raise ConfigError("axis name", name, "a valid Python identifier")
         if not self.buckets:
-            raise ConfigError("buckets", self.buckets, "at least one value", f"Axis {self.name!r}.")
+            message = f"Axis {name!r} needs at least one bucket."
+            raise ConfigError("buckets", self.buckets, "at least one value", message=message)
         top = self.buckets[-1]
         table = (self._search(value) for value in range(top + 1)) if top < _MAX_LOOKUP else ()
         object.__setattr__(self, "_lookup", tuple(table))
@@ -120,9 +121,15 @@ class Variants:
         """
         if values.keys() != self._names:
             names = ", ".join(sorted(self._names))
+            given = ", ".join(sorted(values)) or "no axis"
+            message = (
+                f"Each of the axes {names} needs one value, got values for: {given}."
+                if names
+                else f"Values are given for {given}, but no axis is configured. Declare axes in "
+                "DispatchConfig(axes=...)."
+            )
             allowed = f"a value for each of: {names}" if names else "omitted without axes"
-            hint = "" if names else "Declare axes in DispatchConfig(axes=...)."
-            raise DescriptorError("axes", sorted(values), allowed, hint)
+            raise DescriptorError("axes", sorted(values), allowed, message=message)
         loras = self._checked(loras)
         found = []
         for axis, stride in zip(self.axes, self._strides, strict=True):

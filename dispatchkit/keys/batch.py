@@ -108,11 +108,16 @@ class BatchDescriptor:
             raise DescriptorError(
                 "num_reqs",
                 self.num_reqs,
-                f"1..num_tokens ({self.num_tokens})",
+                f"from 1 to num_tokens ({self.num_tokens})",
                 "Omit requests without tokens.",
             )
         if self.query_len and not self.uniform:
-            raise DescriptorError("query_len", self.query_len, "0 for a graph that is not uniform")
+            raise DescriptorError(
+                "query_len",
+                self.query_len,
+                "0 for a graph that is not uniform",
+                "Set uniform=True.",
+            )
         if self.uniform and not self.query_len:
             # Normalize: descriptors of the same graph must be equal.
             object.__setattr__(self, "query_len", 1)

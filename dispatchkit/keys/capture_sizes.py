@@ -91,7 +91,7 @@ def check_capture_sizes(
                 "Raise max_num_tokens, or omit these sizes.",
             )
         warnings.warn(
-            f"{setting}: dropped {beyond}, above max_num_tokens ({limit}).",
+            f"{setting}: dropped {beyond}, because larger than max_num_tokens ({limit}).",
             CaptureSizeWarning,
             stacklevel=2,
         )
@@ -317,7 +317,8 @@ def derive_capture_sizes(
                 "max_capture_size",
                 user_max_size,
                 f"the largest usable capture size ({largest}) when both are given",
-                "Omit one of the two settings.",
+                message=f"max_capture_size is {user_max_size}, but the largest usable capture size "
+                f"is {largest}. Omit max_capture_size or the capture sizes.",
             )
         notes = (f"max_capture_size lowered from {user_max_size} to {largest}.",)
     return CaptureSizes(tuple(ordered), largest, notes)

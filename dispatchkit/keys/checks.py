@@ -137,6 +137,8 @@ def check_instance(value: Any, kind: type[_T], setting: str, hint: str = "") -> 
     """
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        if isinstance(value, type) and issubclass(value, kind):
+            hint = f"Pass an instance: {value.__name__}(...)."
         raise ConfigError(setting, value, f"{article} {kind.__name__}", hint)
     return value
 

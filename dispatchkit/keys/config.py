@@ -31,11 +31,13 @@ def _query_lens(value: Any) -> tuple[int, ...]:
 
 def _axes(value: Any) -> tuple[Axis, ...]:
     axes = (value,) if isinstance(value, Axis) else value
-    allowed = "Axis objects with different names"
+    allowed = "a list of Axis objects with different names"
     if not isinstance(axes, (tuple, list)):
         raise ConfigError("axes", value, allowed)
-    names = [axis.name for axis in axes if isinstance(axis, Axis)]
-    if len(names) < len(axes) or len(set(names)) < len(names):
+    for at, axis in enumerate(axes):
+        if not isinstance(axis, Axis):
+            raise ConfigError(f"axes[{at}]", axis, "an Axis")
+    if len({axis.name for axis in axes}) < len(axes):
         raise ConfigError("axes", value, allowed)
     return tuple(axes)
 

@@ -214,7 +214,7 @@ def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
     if isinstance(modes, str) or not isinstance(modes, Iterable):
         hint = "For a single mode, write [RuntimeMode.FULL]."
         raise ConfigError(setting, modes, "a list of runtime modes", hint)
-    return frozenset(RuntimeMode.parse(mode, setting) for mode in modes)
+    return frozenset(RuntimeMode.parse(mode, f"each mode in {setting}") for mode in modes)
 
 
 def allowed_modes_code(
@@ -379,5 +379,5 @@ def _never_captured(mode: CUDAGraphMode) -> ConfigError:
         "cudagraph_mode",
         str(mode),
         "NONE or PIECEWISE, because the attention backend is never captured",
-        "Choose one of these, or another attention backend.",
+        "Choose one of these, or a different attention backend.",
     )

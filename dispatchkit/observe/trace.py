@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
-from dispatchkit.errors import ConfigError, TraceError, nearest_names
+from dispatchkit.errors import ConfigError, TraceError, counted, nearest_names
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
     MAX_COUNT,
@@ -82,7 +82,7 @@ class StepTrace(Sequence[TraceStep]):
         has_order: bool = True,
     ) -> None:
         if not isinstance(columns, Mapping):
-            raise ConfigError("columns", columns, "values by column name, such as num_tokens")
+            raise ConfigError("columns", columns, "a dictionary of values by column name")
         self.source, self.has_order = source, has_order
         self.ignored_columns: tuple[str, ...] = tuple(ignored_columns)
         check_header(source, None, tuple(columns), strict=True)
@@ -175,7 +175,8 @@ class StepTrace(Sequence[TraceStep]):
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"StepTrace({self.source!r}, {len(self)} steps, columns {', '.join(self.columns)})"
+        names = ", ".join(self.columns)
+        return f"StepTrace({self.source!r}, {counted(len(self), 'step')}, columns {names})"
 
     def halves(self) -> tuple[StepTrace, StepTrace]:
         """Return the first and second half of the trace."""

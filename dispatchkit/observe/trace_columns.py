@@ -222,7 +222,7 @@ class ColumnBuilder:
             raise TraceError(
                 self.name,
                 line,
-                f"has {len(cells)} columns, but the header has {len(self.header)}.{cut}",
+                f"has {counted(len(cells), 'column')}, but the header has {len(self.header)}.{cut}",
             )
         return {
             column: _number_of(self.name, line, column, cells[at].strip())

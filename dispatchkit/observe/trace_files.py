@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.files import check_path, whole_file
 from dispatchkit.keys.checks import check_count
 
@@ -84,16 +84,17 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"the gzip file is truncated after {total} uncompressed bytes. Copy it "
-                    "again, or recover its first part with `gzip -dc` and remove the last line.",
+                    f"the gzip file is truncated after {counted(total, 'uncompressed byte')}. "
+                    "Copy it again, or recover its first part with `gzip -dc` and remove the last "
+                    "line.",
                 ) from None
             except (zlib.error, gzip.BadGzipFile) as error:
                 raise TraceError(
                     name,
                     None,
                     (
-                        f"the gzip file is damaged after {total} uncompressed bytes: {error}. "
-                        "Copy it again."
+                        f"the gzip file is damaged after {counted(total, 'uncompressed byte')}: "
+                        f"{error}. Copy it again."
                     ),
                 ) from error
             except OSError as error:
@@ -105,8 +106,8 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"has more than {max_bytes} uncompressed bytes, the limit `max_bytes`. "
-                    "Increase the limit if the trace is really that large.",
+                    f"has more than {counted(max_bytes, 'uncompressed byte')}, the limit set by "
+                    "`max_bytes`. Increase the limit if the trace is really that large.",
                 )
             yield block
 

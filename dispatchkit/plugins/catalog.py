@@ -19,6 +19,7 @@ from dispatchkit.errors import (
     PluginError,
     PolicyError,
     UnknownNameError,
+    counted,
     nearest_names,
 )
 from dispatchkit.hookspecs import RECORDS, Spec
@@ -77,7 +78,9 @@ class Catalog:
             for info in found[:3]
         ]
         if len(found) > 3:
-            parts.append(f"{len(found) - 3} more plugins are not loaded; see `describe()`.")
+            parts.append(
+                f"Not loaded in addition: {counted(len(found) - 3, 'plugin')}; see `describe()`."
+            )
         return " ".join(parts)
 
     def create(self, kind: str, name: str, options: dict[str, Any]) -> Any:

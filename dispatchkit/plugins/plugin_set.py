@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from dispatchkit._version import __version__
-from dispatchkit.errors import ConfigError, Origin, PluginError, PluginLoadError, UnknownNameError
+from dispatchkit.errors import (
+    ConfigError,
+    Origin,
+    PluginError,
+    PluginLoadError,
+    UnknownNameError,
+    counted,
+)
 from dispatchkit.hookspecs import (
     BackendSpec,
     CommandSpec,
@@ -97,7 +104,8 @@ class PluginSet:
     def __repr__(self) -> str:
         tables = self._catalog.tables
         counts = ", ".join(f"{kind}: {len(table)}" for kind, table in tables.items() if table)
-        return f"<PluginSet of {len(self._loaded)} plugins, {counts or 'nothing registered'}>"
+        number = counted(len(self._loaded), "plugin")
+        return f"<PluginSet of {number}, {counts or 'nothing registered'}>"
 
     # -- contents -------------------------------------------------------------------------
 
@@ -363,11 +371,11 @@ def load_plugins(
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
         _check_names(setting, value)
     if not isinstance(extra, Iterable):
-        raise ConfigError("extra", extra, _PAIRS)
+        raise ConfigError("extra", extra, "a list of pairs (name, module or instance)")
     if environ is not None and not isinstance(environ, Mapping):
-        raise ConfigError("environ", environ, "a dictionary by name, or None")
+        raise ConfigError("environ", environ, "a dictionary of values by name, or None")
     check_flag(strict, "strict")
-    given = [_passed_in(*_pair(one)) for one in extra]
+    given = [_passed_in(*_pair(one, at)) for at, one in enumerate(extra)]
     names = Filter.of(allow, block, os.environ if environ is None else environ)
     plugins = PluginSet((_built_in(), *given, *discover()), names=names, replace=replace)
     for problem in plugins.problems:
@@ -398,14 +406,14 @@ def _check_names(setting: str, value: Any) -> None:
         return
     if isinstance(value, str):
         raise ConfigError(setting, value, "a list of names", f"Write [{value!r}].")
-    if not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+    if not isinstance(value, Collection):
         raise ConfigError(setting, value, "a list of names")
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigError(f"each name in {setting}", name, "text")
 
 
-_PAIRS = "a list of pairs: a name, and a module or an instance"
-
-
-def _pair(one: Any) -> tuple[str, object]:
+def _pair(one: Any, at: int) -> tuple[str, object]:
     if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
-        raise ConfigError("extra", one, _PAIRS)
+        raise ConfigError(f"extra[{at}]", one, "a pair (name, module or instance)")
     return one

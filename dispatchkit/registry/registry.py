@@ -147,9 +147,9 @@ class GraphRegistry:
         if not isinstance(keys, Iterable):
             raise DescriptorError("keys", keys, "a list of GraphKeys")
         keys = tuple(keys)
-        for key in keys:
+        for at, key in enumerate(keys):
             if not isinstance(key, GraphKey):
-                raise DescriptorError("keys", key, "a list of GraphKeys")
+                raise DescriptorError(f"keys[{at}]", key, "a GraphKey")
         with self.lock:
             grown: dict[_Family, list[_Member]] = {}
             new = [key for key in dict.fromkeys(keys) if key not in self._entries]
@@ -222,7 +222,7 @@ class GraphRegistry:
         if (mode is None and key is None) or mode is RuntimeMode.NONE:
             given = "nothing" if mode is None else "NONE"
             raise RegistryError(
-                f"set_enabled() got {given}; pass mode PIECEWISE or FULL, or a key."
+                f"set_enabled() needs mode PIECEWISE or FULL, or a key; got {given}."
             )
         with self.lock:
             if key is not None:

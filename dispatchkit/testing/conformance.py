@@ -90,7 +90,7 @@ class Verdict:
         return LANE_TRAITS if self.kind == "lane policy" else TRAITS
 
     def __str__(self) -> str:
-        outcome = "keeps the contract" if self.passed else "breaks the contract"
+        outcome = "satisfies the contract" if self.passed else "violates the contract"
         lines = [f"{self.kind.capitalize()} {self.policy!r} {outcome} (seed {self.seed})."]
         for each in self.findings:
             if each.trait and each.holds is None and each.trait not in self.claimed:

@@ -213,7 +213,7 @@ class InputTransportTests:
             bench.backend.synchronize()
             del values
             alive = [ref() for ref in held if ref() is not None]
-            assert not alive, f"{len(alive)} inputs of a call are still referenced."
+            assert not alive, f"Inputs of a call that are still referenced: {len(alive)}."
 
     # -- other features of a runner -------------------------------------------------------
 

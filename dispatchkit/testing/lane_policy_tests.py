@@ -29,7 +29,7 @@ from dispatchkit.dispatch import (
     policy_name,
     policy_traits,
 )
-from dispatchkit.errors import PolicyError
+from dispatchkit.errors import PolicyError, counted
 from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
 
 MOST_LANES = 8
@@ -82,7 +82,8 @@ class SampleLane:
             self._tokens.popleft()
 
     def __repr__(self) -> str:
-        return f"<lane {self._index}: {self.num_unfinished} steps, {self.unfinished_tokens} tokens>"
+        tokens = counted(self.unfinished_tokens, "token")
+        return f"<lane {self._index}: {counted(self.num_unfinished, 'step')}, {tokens}>"
 
 
 @attrs.frozen
@@ -214,7 +215,7 @@ class LanePolicyTests:
                 if answers[0][key] != answers[1][key]:
                     self._fail(
                         f"lanes_for_key returned {answers[0][key]} and {answers[1][key]} for "
-                        f"{key} with {number} lanes"
+                        f"{key} with {counted(number, 'lane')}"
                     )
 
     def test_steps_go_where_their_graph_is(self) -> None:
@@ -245,9 +246,11 @@ class LanePolicyTests:
                 first = lane_priorities(policy, number, name=policy_name(policy))
                 second = lane_priorities(self.make_lane_policy(), number, name=policy_name(policy))
             except PolicyError as error:
-                self._fail(f"{error} (with {number} lanes)")
+                self._fail(f"{error} (with {counted(number, 'lane')})")
             if first != second:
-                self._fail(f"stream_priorities returned {first} and {second} for {number} lanes")
+                self._fail(
+                    f"stream_priorities returned {first} and {second} for {counted(number, 'lane')}"
+                )
 
     # -- traits ---------------------------------------------------------------------------
 
@@ -316,7 +319,7 @@ class LanePolicyTests:
             try:
                 answer = policy.choose(step, tuple(lanes))
             except Exception as error:  # noqa: BLE001 - any exception is a finding
-                problem = f"choose raised {type(error).__name__}: {error}"
+                problem = f"choose raised {type(error).__name__}: {error}".rstrip(": ")
                 self._fail(f"{problem} with {lanes}", step, cause=error)
             fault = lane_fault(answer, len(lanes))
             if fault:
@@ -332,7 +335,7 @@ class LanePolicyTests:
         try:
             return lanes_by_key(policy, keys, num_lanes, name=policy_name(policy))
         except PolicyError as error:
-            self._fail(f"{error} (with {num_lanes} lanes)")
+            self._fail(f"{error} (with {counted(num_lanes, 'lane')})")
 
     def _skip_unless(self, trait: str) -> None:
         if trait not in policy_traits(self.make_lane_policy()):
@@ -344,5 +347,7 @@ class LanePolicyTests:
         name = policy_name(self.make_lane_policy())
         lines = [f"Lane policy {name!r}: {problem}"]
         if step is not None:
-            lines.append(f"  step: {step.num_tokens} tokens, key {step.key}, {step.priority=}")
+            lines.append(
+                f"  step: {counted(step.num_tokens, 'token')}, key {step.key}, {step.priority=}"
+            )
         raise AssertionError("\n".join(lines)) from cause

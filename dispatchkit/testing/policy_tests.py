@@ -26,7 +26,7 @@ from dispatchkit.dispatch import (
     policy_traits,
 )
 from dispatchkit.dispatch.constraints import broken_constraint
-from dispatchkit.errors import ConfigError, NoGraphError
+from dispatchkit.errors import ConfigError, NoGraphError, counted
 from dispatchkit.keys import ALLOWED_MODES, Batch, CUDAGraphMode, GraphKey, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing import strategies
@@ -72,7 +72,7 @@ class PolicyTests(CaseRunner):
             keys = case.declare(policy)
             if keys != case.keys:
                 differing = [str(key) for key in {*keys} ^ {*case.keys}]
-                problem = f"other keys: {differing}" if differing else "another order of keys"
+                problem = f"other keys: {differing}" if differing else "a different order of keys"
                 case.fail(f"declare returned {problem} in {call}")
 
     @for_all_cases(share=0.5)
@@ -167,12 +167,12 @@ class PolicyTests(CaseRunner):
                 continue
             descriptor = key.descriptor
             for what, has, needs in (
-                ("tokens", descriptor.num_tokens, batch.num_tokens),
-                ("requests", descriptor.num_reqs, batch.num_reqs),
-                ("adapters", descriptor.num_active_loras, batch.num_active_loras),
+                ("num_tokens", descriptor.num_tokens, batch.num_tokens),
+                ("num_reqs", descriptor.num_reqs, batch.num_reqs),
+                ("num_active_loras", descriptor.num_active_loras, batch.num_active_loras),
             ):
                 if has is not None and needs is not None and has < needs:
-                    problem = f"chose {key} for {needs} {what}, but it has room for {has}"
+                    problem = f"chose {key} for a batch with {what}={needs}"
                     case.fail(problem, batch)
 
     @for_all_cases()
@@ -194,7 +194,7 @@ class PolicyTests(CaseRunner):
                 batch.max_query_len is None or batch.max_query_len > descriptor.max_query_len
             )
             if wrong_length or too_long:
-                length = f"uniform batch with {batch.query_len} tokens per request"
+                length = f"uniform batch with {counted(batch.query_len, 'token')} per request"
                 kind = length if batch.uniform else "mixed batch"
                 case.fail(f"chose {key} for a {kind}", batch)
 
@@ -245,7 +245,7 @@ class PolicyTests(CaseRunner):
                 case.fail(f"returned eager ({reason}), although {fits} is ready and fits", batch)
             if reason == Reason.EMPTY_BATCH:
                 case.fail(
-                    f"returned eager ({reason}) for {batch.num_tokens} tokens, "
+                    f"returned eager ({reason}) for {counted(batch.num_tokens, 'token')}, "
                     "but the reason is only for empty batches",
                     batch,
                 )
@@ -592,7 +592,10 @@ class PolicyTests(CaseRunner):
                 if key is None:
                     continue
                 if below is not None and key.num_tokens < below.num_tokens:
-                    case.fail(f"chose {below}, but {key} for a batch of {num_tokens} tokens", batch)
+                    case.fail(
+                        f"chose {below}, but {key} for a batch of {counted(num_tokens, 'token')}",
+                        batch,
+                    )
                 below = key
 
     @for_all_cases(trait="order")

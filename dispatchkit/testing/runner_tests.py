@@ -24,6 +24,7 @@ import pytest
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Policy
+from dispatchkit.errors import counted
 from dispatchkit.keys import CUDAGraphMode, DispatchConfig, RuntimeMode
 from dispatchkit.options import RunnerOptions
 
@@ -174,7 +175,7 @@ class RunnerTests:
             assert sum(reasons.values()) == eager, (
                 f"{eager} steps ran eager, but these reasons were counted: {reasons}."
             )
-            assert "" not in reasons, f"{reasons['']} steps ran eager without a reason."
+            assert "" not in reasons, f"Steps that ran eager without a reason: {reasons['']}."
 
     # -- failures -------------------------------------------------------------------------
 
@@ -241,7 +242,9 @@ class RunnerTests:
             yield _Pair(self, torch, runner, plain, backend)
             backend.synchronize()
         faults = runner.dispatcher.num_policy_errors
-        assert faults == 0, f"{faults} decisions of the policy broke a hard constraint."
+        assert faults == 0, (
+            f"The policy violated a hard constraint in {counted(faults, 'decision')}."
+        )
 
 
 def _clone(value: Any) -> Any:
@@ -288,7 +291,7 @@ class _Pair:
         result = self.runner(**batch, **facts)
         with self._lock:
             expected = self.plain(**batch)
-        problem = f"The result of a step of {num_tokens} tokens differs from eager."
+        problem = f"The result of a step of {counted(num_tokens, 'token')} differs from eager."
         self.compare(result, expected, problem)
         return result
 

@@ -32,7 +32,7 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
     one = MeasuredTime(steps=1, median_us=1234.56, clock="device", queued=True)
     more = MeasuredTime(steps=2, median_us=3, clock="host", queued=False)
     assert str(one) == "1,234.6 µs, median of 1 step, behind other work (device time)"
-    assert str(more) == "3.0 µs, median of 2 steps, idle (host time)"
+    assert str(more) == "3.0 µs, median of 2 steps, on an idle stream (host time)"
     lines = str(attrs.evolve(EAGER, times=(one, more))).splitlines()
     assert f"   measured here: {one}; {more}" in lines
     assert "measured here: no step with this decision has been timed yet" in str(

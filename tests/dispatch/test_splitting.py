@@ -50,7 +50,7 @@ def view(*, may_split: bool = True, captured: tuple[GraphKey, ...] = KEYS) -> Gr
         ([(key(32), 32), (key(8), 8)], {}, None),
         ([(key(32), 30), (key(8), 8), (key(8), 2)], {}, None),
         ([(key(32), 32), (key(8), 9)], {"num_tokens": 41}, "a bucket is never smaller"),
-        ([(key(32), 32), (key(8), 7)], {}, "1 of them are in no part"),
+        ([(key(32), 32), (key(8), 7)], {}, "these parts have only 39 rows"),
         ([(key(64, num_reqs=4), 40)], {}, "a split needs at least two parts"),
         ([(key(8), 8), (key(32), 32)], {}, "put larger graphs first"),
         ([(key(32), 32), (key(8, PIECEWISE), 8)], {}, "all parts must have mode FULL"),

@@ -218,7 +218,7 @@ def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
     assert (replayed.clock, replayed.queued) == (learning.heard[0].clock, False)
     (eager,) = runner.explain(3, ceiling=0).times
     assert (eager.steps, eager.median_us) == (1, took[3])
-    assert "median of 3 steps, idle" in str(runner.explain(3))
+    assert "median of 3 steps, on an idle stream" in str(runner.explain(3))
     assert runner.explain(4, ceiling=0).times == ()
 
 

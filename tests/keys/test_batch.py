@@ -56,7 +56,9 @@ def test_descriptor_refuses_impossible_facts_by_name(field, value):
 
 
 def test_descriptor_refuses_more_requests_than_tokens():
-    with pytest.raises(DescriptorError, match=r"num_reqs must be 1\.\.num_tokens \(8\), got 9"):
+    with pytest.raises(
+        DescriptorError, match=r"num_reqs must be from 1 to num_tokens \(8\), got 9"
+    ):
         BatchDescriptor(8, num_reqs=9)
     assert BatchDescriptor(8, num_reqs=8).num_reqs == 8
 

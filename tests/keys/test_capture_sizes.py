@@ -65,7 +65,9 @@ def test_sizes_over_the_limit_are_refused():
 
 def test_sizes_over_the_limit_can_be_trimmed_with_a_warning():
     """They are trimmed with a warning if the caller requests it."""
-    with pytest.warns(CaptureSizeWarning, match=r"dropped \[64\], above max_num_tokens"):
+    with pytest.warns(
+        CaptureSizeWarning, match=r"dropped \[64\], because larger than max_num_tokens"
+    ):
         assert check_capture_sizes([8, 32, 64], limit=32, over_limit="trim") == (8, 32)
 
 
@@ -245,7 +247,7 @@ def test_tensor_parallel_filter():
 
 def test_maximum_and_list_must_agree():
     assert derive("0.13", user_sizes=[4, 8], user_max_size=8).sizes == (4, 8)
-    with pytest.raises(ConfigError, match="max_capture_size must be"):
+    with pytest.raises(ConfigError, match="max_capture_size is 16, but"):
         derive("0.13", user_sizes=[4, 8], user_max_size=16)
 
 

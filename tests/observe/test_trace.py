@@ -162,7 +162,7 @@ def test_a_damaged_file_is_named_by_line(text, line, message, tmp_path):
 
 @pytest.mark.parametrize("columns", [3, ["num_tokens"], "num_tokens"])
 def test_columns_are_values_by_name(columns):
-    with pytest.raises(ConfigError, match="columns must be values by column name, such as num_t"):
+    with pytest.raises(ConfigError, match="columns must be a dictionary of values by column name"):
         StepTrace(columns)
 
 
@@ -211,7 +211,7 @@ def test_a_gzip_bomb_stops_at_the_limit(tmp_path):
     packed = gzip.compress(HEADER.encode() + b"\n" + row * 400_000)
     assert len(packed) < 50_000
     path = write(tmp_path / "bomb.csv.gz", packed)
-    with pytest.raises(TraceError, match="more than 1000000 uncompressed bytes"):
+    with pytest.raises(TraceError, match="more than 1,000,000 uncompressed bytes"):
         read_trace(path, max_bytes=1_000_000)
     with pytest.raises(ConfigError, match="max_bytes"):
         read_trace(path, max_bytes=0)
@@ -352,7 +352,7 @@ def test_traces_without_axes_are_as_ever(tmp_path):
         ("num_tokens,axis.length,axis.length", "3,4,4", "twice"),
         ("num_tokens,axis.length", "3,x", "axis.length must be a whole number"),
         ("num_tokens,axis.length", "3,-1", "axis.length must be from 0 to"),
-        ("num_tokens,axis.length", "3", "1 columns"),
+        ("num_tokens,axis.length", "3", "1 column, but"),
     ],
 )
 def test_faults_of_axis_columns_are_named(tmp_path, header, row, says):

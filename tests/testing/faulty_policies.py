@@ -34,7 +34,7 @@ def changed(key, **facts):
     return attrs.evolve(key, descriptor=attrs.evolve(key.descriptor, **facts))
 
 
-@planted("chosen graph covers the batch", r"chose .* for \d+ tokens")
+@planted("chosen graph covers the batch", r"chose .* for a batch with num_tokens=\d+")
 class RoundsDownPolicy(SmallestPolicy):
     """Uses bisect_right instead of bisect_left and gets the bucket below."""
 
@@ -50,7 +50,7 @@ class RoundsDownPolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("chosen graph covers the batch", r"chose .* for [1-9] adapters")
+@planted("chosen graph covers the batch", r"chose .* for a batch with num_active_loras=[1-9]")
 class ForgetsAdaptersPolicy(SmallestPolicy):
     """Looks up a key without the batch's adapters."""
 
@@ -58,7 +58,7 @@ class ForgetsAdaptersPolicy(SmallestPolicy):
         return super().decide(attrs.evolve(batch, num_active_loras=0), graphs)
 
 
-@planted("chosen graph covers the batch", r"chose .* for \d+ requests")
+@planted("chosen graph covers the batch", r"chose .* for a batch with num_reqs=\d+")
 class ForgetsRequestsPolicy(SmallestPolicy):
     """Checks only tokens, so that a bucket captured for fewer requests is chosen."""
 
@@ -445,7 +445,7 @@ class ClaimsReachablePolicy(SmallestPolicy):
 SPLIT = "a split batch is served once and in order"
 
 
-@planted(SPLIT, r"split \d+ rows into .*, but 1 of them are in two parts")
+@planted(SPLIT, r"split \d+ rows into .*, but these parts have \d+ rows?")
 class SplitsARowTwicePolicy(SplitsPolicy):
     """Counts the row at the cut in both parts."""
 
@@ -456,7 +456,7 @@ class SplitsARowTwicePolicy(SplitsPolicy):
         return parts
 
 
-@planted(SPLIT, r"split \d+ rows into .*, but \d+ of them are in no part")
+@planted(SPLIT, r"split \d+ rows into .*, but these parts have only \d+ rows?")
 class SplitsARowLessPolicy(SplitsPolicy):
     """Drops one row of the first graph."""
 

@@ -48,7 +48,7 @@ def test_verdict_of_a_correct_policy_names_what_holds_and_what_is_claimed(policy
     assert {*verdict.claimed} == {*InTurn.traits}
     assert {*verdict.not_claimed} == LANE_TRAITS - {*InTurn.traits}
     lines = str(verdict).splitlines()
-    assert lines[0] == "Lane policy 'in-turn' keeps the contract (seed 0)."
+    assert lines[0] == "Lane policy 'in-turn' satisfies the contract (seed 0)."
     assert "  holds       every step gets a lane" in lines
     assert f"  not claimed, not tested: {', '.join(verdict.not_claimed)}" in lines
 
@@ -60,7 +60,7 @@ def test_verdict_of_a_faulty_policy_says_what_breaks_and_why_it_matters():
     assert finding in {each.name for each in verdict.failures}
     with pytest.raises(AssertionError, match=message) as caught:
         verdict.raise_if_failed()
-    assert "breaks the contract" in str(caught.value)
+    assert "violates the contract" in str(caught.value)
     assert f"FAILS       {finding}" in str(caught.value)
     assert "why: " in str(caught.value)
 

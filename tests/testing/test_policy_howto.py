@@ -60,7 +60,7 @@ def test_what_is_tried_prints_the_reason_and_the_verdict(made: dict[str, Any]) -
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(blocks()[1], made)  # noqa: S102
     assert "-> eager (padding_limit)" in out.getvalue()
-    assert "keeps the contract" in out.getvalue()
+    assert "satisfies the contract" in out.getvalue()
 
 
 def test_the_plugin_registers_it_by_name(

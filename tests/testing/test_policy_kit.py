@@ -148,10 +148,10 @@ def test_verdict_of_a_faulty_policy_reads_well():
     verdict = run_policy_conformance(PLANTED[4][0], max_examples=5)
     text = str(verdict)
     assert not verdict.passed
-    assert text.startswith("Policy 'smallest' breaks the contract (seed 0).")
+    assert text.startswith("Policy 'smallest' violates the contract (seed 0).")
     assert "FAILS       constraints go before preferences" in text
     assert "why: A mode that a batch does not allow" in text
-    with pytest.raises(AssertionError, match="breaks the contract"):
+    with pytest.raises(AssertionError, match="violates the contract"):
         verdict.raise_if_failed()
 
 

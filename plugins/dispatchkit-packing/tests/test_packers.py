@@ -76,12 +76,12 @@ def test_a_cost_that_cannot_be_called_is_refused():
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ([[0], [1]], "must contain each of 3 items exactly once"),
-        ([[0, 1], [1, 2]], "must contain each of 3 items exactly once"),
-        ([[0, 1, 3]], "must contain each of 3 items exactly once"),
+        ([[0], [1]], "must contain each index from 0 to 2 exactly once"),
+        ([[0, 1], [1, 2]], "must contain each index from 0 to 2 exactly once"),
+        ([[0, 1, 3]], "must contain each index from 0 to 2 exactly once"),
         ([[0, 1], [2], []], "a bin without items"),
         ([[0, 1, 2]], "put 12 tokens into a bin; the limit is 8"),
-        ([["0"], [1], [2]], "must contain each of 3 items exactly once"),
+        ([["0"], [1], [2]], "must contain each index from 0 to 2 exactly once"),
         (7, "raised TypeError"),
     ],
 )

@@ -654,7 +654,7 @@ def test_prompts_of_an_encoder_decoder_are_tokens_of_its_decoder():
         ({"prompt_size": (4,)}, UnknownNameError, "setting of GraphDecoder .*prompt_sizes"),
         ({"axes": []}, UnknownNameError, "setting of GraphDecoder"),
         ({"max_num_tokens": 4}, UnknownNameError, "setting of GraphDecoder .*max_batch_size"),
-        ({"max_graphs": 4}, ConfigError, "max_graphs must be passed in another argument"),
+        ({"max_graphs": 4}, ConfigError, "max_graphs cannot be passed as an argument of its own"),
         ({"policy": "vlm"}, UnknownNameError, "policy .*Did you mean 'vllm'"),
         ({"backend": "cudda"}, UnknownNameError, "backend .*Did you mean 'cuda'"),
         ({"mode": "HALF"}, ConfigError, "mode"),
