@@ -670,7 +670,7 @@ def test_ranks_with_other_axes_are_not_set_up_alike():
 
     assert all("config.axes" in str(error) for error in run_ranks(2, run))
     facts = [fingerprint(with_axes(Smallest(eager_below=below))) for below in (0, 3)]
-    assert list(differences(facts, (0, 1))) == ["policy's answers"]
+    assert list(differences(facts, (0, 1))) == ["digest of the policy's answers"]
 
 
 def test_axes_with_a_leader_are_refused():

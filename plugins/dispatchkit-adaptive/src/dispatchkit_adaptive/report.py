@@ -72,15 +72,17 @@ class BucketReport:
         else:
             choice = f"eager up to {counted(self.eager_up_to, 'token')}, then {graph}"
         lines = [
-            f"{low} to {high} tokens, {self.kind}; base: {self.base}",
+            f"{low} to {high} tokens, {self.kind}; base policy: {self.base}",
             f"-> {choice}; last probe: "
             + (f"step {self.last_probe}" if self.last_probe else "none"),
         ]
         for one in self.arms:
             if one.median_us is None:
-                lines.append(f"   {one.arm}: not measured in the current regime")
+                lines.append(f"   {one.arm}: not measured under the current conditions")
                 continue
-            gap = "" if one.margin is None else f", {one.margin:+.1%}"
+            gap = ""
+            if one.margin:
+                gap = f", {abs(one.margin):.1%} {'slower' if one.margin > 0 else 'faster'}"
             lines.append(
                 f"   {one.arm}: {one.median_us:.0f} µs ±{one.error:.1%}{gap}; "
                 f"{counted(one.samples, 'sample')}, last {counted(one.age, 'step')} ago"

@@ -64,8 +64,10 @@ def fingerprint(
     facts["policy's distribution"] = dispatcher.policy_origin or "none"
     dialect = getattr(policy or dispatcher.policy, "dialect", None)
     facts["dialect"] = str(getattr(dialect, "name", dialect))
-    facts["keys"] = _digest(sorted(map(str, dispatcher.registry)))
-    facts["policy's answers"] = _digest(_answers(dispatcher, policy or dispatcher.policy))
+    facts["digest of the keys"] = _digest(sorted(map(str, dispatcher.registry)))
+    facts["digest of the policy's answers"] = _digest(
+        _answers(dispatcher, policy or dispatcher.policy)
+    )
     facts.update(versions())
     facts.update({name: str(value) for name, value in (extra or {}).items()})
     return facts

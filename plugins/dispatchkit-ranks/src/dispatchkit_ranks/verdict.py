@@ -85,12 +85,13 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
         )
     if any(note.timed_out for note in notes.values()):
         last = min(members, key=lambda number: notes[number].seconds)
-        this = " This process is that rank." if last == me else ""
+        this = " (this process)" if last == me else ""
         return Verdict(
             (last,),
             "late",
-            f"Rank {last} reached {where} too late: other ranks had stopped after {waited:.3g} s. "
-            f"Last agreed step: {step}.{this} To wait longer, increase timeout or setup_timeout.",
+            f"Rank {last}{this} reached {where} too late: other ranks had stopped after "
+            f"{waited:.3g} s. Last agreed step: {step}. To wait longer, increase timeout or "
+            "setup_timeout.",
         )
     return Verdict(
         (),

@@ -280,7 +280,9 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             "inputs",
             odd,
             f"among {', '.join(sorted(_MODEL_INPUTS))}",
-            "Omit the others, or call the model's own generate().",
+            "Omit them, or call the model's own generate().",
+            message=f"The decoder supports only the model inputs "
+            f"{', '.join(sorted(_MODEL_INPUTS))}, not {', '.join(odd)}.",
         )
 
 

@@ -76,7 +76,7 @@ class EngineSettings:
                 "policy_options",
                 self.policy_options,
                 "omitted without a policy",
-                "Name the policy in DISPATCHKIT_POLICY, or in policy in additional_config.",
+                "Set the policy in DISPATCHKIT_POLICY or in additional_config.",
             )
 
     @classmethod

@@ -389,7 +389,7 @@ class CompositeDispatcher:
             RegistrationError: The name is already used.
         """
         if name in self.faults:
-            taken = ", ".join(sorted(self.faults))
+            taken = ", ".join(map(repr, sorted(self.faults)))
             raise RegistrationError(
                 f"The name {name!r} is already used. Choose a name other than {taken}."
             )
