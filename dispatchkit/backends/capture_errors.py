@@ -118,7 +118,7 @@ def capture_error(error: BaseException) -> CaptureError:
     at = f" at {origin}" if origin else ""
     if isinstance(error, HostSyncError):
         return CaptureError(
-            f"The function cannot be captured because it calls {error}{at}. {error.next_step}",
+            f"The function cannot be captured because it uses {error}{at}. {error.next_step}",
             reason="host_sync",
         )
     text = str(error)

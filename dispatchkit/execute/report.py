@@ -57,7 +57,7 @@ def format_runner(executors: Sequence[Executor]) -> str:
     if other:
         text = ", ".join(f"{reason} {count}" for reason, count in other.items())
         rows.append(("(no key)", "", "", text, ""))
-    table = [("key", "state", "hits", "eager instead, by reason", "why"), *rows]
+    table = [("key", "state", "hits", "eager steps, by reason", "why"), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(4)]
     lines += [
         "  ".join(
@@ -87,9 +87,11 @@ def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:
             rows = counted(key.num_tokens, "row")
-            return f"replays only {rows}, {step.rows.reason}: {step.rows.finding}"
+            return f"replays only batches of {rows}, {step.rows.reason}: {step.rows.finding}"
         if step is not None and step.rows.min_rows > 1:
-            return f"replays at least {step.rows.min_rows} rows: outputs of fewer rows differ"
+            return (
+                f"replays only batches of at least {step.rows.min_rows} rows: smaller ones differ"
+            )
         if step is not None and step.rows.coupling:
             return f"cannot serve part of a split batch: {step.rows.coupling}"
         if step is not None and step.pieces is not None and step.pieces.segments:

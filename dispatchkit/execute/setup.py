@@ -274,7 +274,7 @@ def check_slot_state(
     if state.device != device:
         hint = f"Create it with SlotState(..., device={str(device)!r})."
         raise ConfigError(
-            setting, str(state.device), f"a SlotState on {device}, the device of the steps", hint
+            setting, str(state.device), f"a SlotState on {device} (the device of the steps)", hint
         )
     if state.compact and options.rows_independent:
         raise ConfigError(

@@ -139,7 +139,7 @@ def pieces(seed):
                 "outputs": "view",
                 "options": RunnerOptions(buffers=BufferOptions(share_outputs=False)),
             },
-            "views of outputs",
+            "outputs are views",
         ),
     ],
 )

@@ -240,7 +240,7 @@ def test_what_was_done_reads_as_text(net):
     assert str(fast.graphed).splitlines() == [
         "Graphs of Net",
         "4 calls, 2 replayed",
-        "plain, gradients: 1",
+        "eager without a runner, gradients: 1",
         "(x: float32[n, 4]): 1 captured, 2 replayed, eager above_largest_size 1",
     ]
 

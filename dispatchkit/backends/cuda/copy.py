@@ -319,5 +319,5 @@ def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> i
     code = driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params))
     # No other kernel may receive this kernel's arguments.
     if code or params.function != function.value:
-        return f"the graph begins with another kernel (CUDA error {code})"
+        return f"the graph begins with a different kernel (CUDA error {code})"
     return node.value or 0

@@ -34,7 +34,8 @@ def device_index(device: Any) -> int:
         ConfigError: The value is not a CUDA device, or no device has this index.
     """
     count = torch.cuda.device_count()
-    allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
+    several = f"a CUDA device from 'cuda:0' to 'cuda:{count - 1}'"
+    allowed = "the CUDA device 'cuda:0'" if count == 1 else several
     if device is None or str(device) == "cuda":
         return int(torch.cuda.current_device())
     index = whole_number(device)
@@ -42,9 +43,9 @@ def device_index(device: Any) -> int:
         try:
             parsed = torch.device(device)
         except RuntimeError as error:
-            raise ConfigError("device", device, f"a CUDA device, {allowed}") from error
+            raise ConfigError("device", device, allowed) from error
         if parsed.type == "cuda":
             index = parsed.index
     if index is None or not 0 <= index < count:
-        raise ConfigError("device", device, f"an existing CUDA device, {allowed}")
+        raise ConfigError("device", device, allowed)
     return index

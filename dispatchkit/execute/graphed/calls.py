@@ -98,7 +98,9 @@ class GraphedStats:
     def __str__(self) -> str:
         replayed = sum(count for mode, count in self.steps_by_mode.items() if mode != "NONE")
         lines = [f"{counted(self.calls, 'call')}, {replayed} replayed"]
-        lines += [f"plain, {reason}: {count}" for reason, count in self.plain.items()]
+        lines += [
+            f"eager without a runner, {reason}: {count}" for reason, count in self.plain.items()
+        ]
         for form, one in self.runners.items():
             eager = "".join(f", eager {why} {n}" for why, n in one.eager_by_reason.items())
             steps = sum(count for mode, count in one.steps_by_mode.items() if mode != "NONE")

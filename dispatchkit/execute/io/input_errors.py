@@ -164,7 +164,7 @@ def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
     raise InputError(
         name,
         f"Input {name!r} is declared with host=True and must be a numpy array, a CPU tensor "
-        f"or a list of {spec.dtype}, got {got}." + _next_step(spec),
+        f"or a list of {spec.dtype} values, got {got}." + _next_step(spec),
     )
 
 

@@ -346,7 +346,7 @@ def cut(
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
             raise _undeclared(
-                index, f"has {counted(leaf.shape[dim], 'row')} in a call with {num_rows}"
+                index, f"has only {counted(leaf.shape[dim], 'row')} in a call with {num_rows} rows"
             )
         else:
             result.append(leaf.narrow(dim, 0, num_rows))

@@ -65,8 +65,8 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
         raise ConfigError(
             "shape",
             value,
-            "a tuple of nonnegative whole numbers and axis names, with at most one None, the batch "
-            "dimension",
+            "a tuple of nonnegative whole numbers and axis names, with at most one None (the batch "
+            "dimension)",
             "For example, pass (None, 16).",
         )
     return shape

@@ -84,7 +84,7 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
     if not why:
         return [memory.open_group(backend, group.name)]
     return [
-        memory.closed_group(backend, f"{group.name}, not shared: {why}", lock, turns)
+        memory.closed_group(backend, f"{group.name} (not shared: {why})", lock, turns)
         for _ in range(number)
     ]
 
@@ -97,13 +97,13 @@ def _why_not_shared(work: Workload, number: int) -> str:
     """
     options = work.spec.options
     if number > 1:
-        return "several lanes"
+        return "the runner has several lanes"
     if work.step.can_split:
-        return "eager pieces between graphs"  # eager pieces may call another runner
+        return "the step has eager pieces"  # eager pieces may call another runner
     if work.spec.outputs == "view" and not options.buffers.share_outputs:
-        return "views of outputs in the pool"
+        return "outputs are views of the pool"
     if options.memory.max_bytes is not None:
-        return "its own max_bytes"
+        return "the runner has its own max_bytes"
     return ""
 
 

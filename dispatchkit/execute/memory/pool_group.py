@@ -69,7 +69,7 @@ def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
     priorities = features_of(backend).priorities
     if priorities is None:
         raise ConfigError(
-            "priority", priority, f"0, because backend {backend.name!r} does not support priorities"
+            "priority", priority, "0", f"Backend {backend.name!r} does not support priorities."
         )
     return priorities.new_stream(priority=priority)
 

@@ -51,7 +51,7 @@ class LongPause:
     def __str__(self) -> str:
         where = f", {self.operators}" if self.operators else ""
         delayed = "may have delayed" if self.is_free else "delayed"
-        return f"{self.key} {delayed} steps by {self.us:.0f} us: {self.part}{where}"
+        return f"{self.key} {delayed} steps by {self.us:.0f} us, in phase {self.part!r}{where}"
 
 
 class _Devices:

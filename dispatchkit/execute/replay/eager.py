@@ -226,7 +226,7 @@ class EagerRunner:
         if self.exact is not None:
             raise ReplayError(
                 f"A step cannot run as decided ({self.exact.key or 'eager'}): {why}. Several ranks "
-                "share the decision, so this rank must not run the step another way."
+                "share the decision, so this rank must not run the step in a different way."
             )
 
     def replaced(self, step: CapturedKey) -> str:

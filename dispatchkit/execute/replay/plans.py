@@ -165,7 +165,7 @@ class LazyPlan:
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Capture the key and return ``AGAIN``, or run eager."""
-        self.eager.refuse_if_exact("it has no graph yet")
+        self.eager.refuse_if_exact("the key has no graph yet")
         with inputs_kept(self._lane, tensors, self._num_tokens) as sample:
             reason = self._lifecycle.capture_if_due(self._key, sample)
         if not reason:
