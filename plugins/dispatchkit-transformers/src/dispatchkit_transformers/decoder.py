@@ -439,7 +439,7 @@ class GraphDecoder:
             raise DescriptorError(
                 "lengths",
                 list(lengths),
-                f"a list with one length per row, for {counted(self.num_rows, 'row')}",
+                f"a list of {counted(self.num_rows, 'length')} (one for each row)",
             )
         back = self.cache.max_discarded
         if back == 0:

@@ -75,7 +75,7 @@ _TRAITS = frozenset({"smallest_bucket", "monotone", "order", "stateless", "all_k
 
 V0_11 = Dialect(
     name="vllm@0.11",
-    summary="vLLM 0.11.0: keys of tokens and uniformity, without adapters",
+    summary="vLLM 0.11.0: keys have a number of tokens and a uniform flag, but no adapters",
     loras=Loras.NONE,
     sizes_descending=True,
     names_requests=False,
@@ -98,7 +98,7 @@ V0_13 = Dialect(
 )
 V0_33 = Dialect(
     name="vllm@0.33",
-    summary="vLLM 0.33, first model runner: adapter counts and sets of allowed modes",
+    summary="vLLM 0.33, first model runner: keys count adapters; callers restrict the modes",
     relaxes_mixed_full=False,
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
@@ -122,7 +122,7 @@ MANAGER = Dialect(
 )
 DRAFTER = Dialect(
     name="vllm-drafter",
-    summary="Several uniform query lengths, each with its own aligned sizes",
+    summary="Several uniform query lengths, with capture sizes that are multiples of them",
     padding=Padding.PER_QUERY_LEN,
     loras=Loras.NONE,
     names_requests=False,

@@ -42,7 +42,7 @@ def unsupported_reason(module: ModuleType) -> str:
         shown = ", ".join(sorted(takes))
         return f"its {MANAGER}.dispatch has unsupported arguments ({shown})"
     if not hasattr(module, _STEP):
-        return f"its runner does not call {_STEP}"
+        return f"it does not call {_STEP}"
     return ""
 
 

@@ -80,14 +80,15 @@ def report(runner: Any, vllm_config: Any) -> None:
         return
     check_policy(settings)  # no policy was created, but invalid options must raise an error
     text = f"Steps cannot be recorded: {reason}."
-    names = "trace and metrics (DISPATCHKIT_TRACE, DISPATCHKIT_METRICS)"
+    names = "the settings trace and metrics (DISPATCHKIT_TRACE, DISPATCHKIT_METRICS)"
     if settings.policy:
         text = f"Policy {settings.policy!r} is configured but cannot act: {reason}. "
         text += "vLLM's own dispatcher decides."
-        names = "policy (DISPATCHKIT_POLICY)"
+        names = "the setting policy (DISPATCHKIT_POLICY)"
     if settings.strict:
         raise BackendUnavailableError(
-            f"{text} To start anyway, turn off strict (DISPATCHKIT_STRICT) or remove {names}."
+            f"{text} To start anyway, turn off the setting strict (DISPATCHKIT_STRICT) or remove "
+            f"{names}."
         )
     log.warning("%s", text)
 
@@ -110,10 +111,10 @@ def inactive_reason(runner: Any) -> str:
         return f"vLLM {version} is not supported: {unknown}"
     module = sys.modules.get(type(runner).__module__)
     if module is not None and hasattr(module, second.MANAGER):
-        unknown = second.unsupported_reason(module) or "the runner created no graph manager"
-        return f"vLLM {version} is not supported in its second model runner: {unknown}"
+        unknown = second.unsupported_reason(module) or "it created no graph manager"
+        return f"the second model runner of vLLM {version} is not supported: {unknown}"
     if hasattr(runner, "cudagraph_manager"):
-        return f"vLLM {version} is not supported in its second model runner: it is older than 0.20"
+        return f"the second model runner of vLLM {version} is not supported: it is older than 0.20"
     return f"{type(runner).__module__}.{type(runner).__name__} has no CUDA graph dispatcher"
 
 

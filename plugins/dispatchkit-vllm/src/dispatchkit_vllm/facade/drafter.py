@@ -83,7 +83,8 @@ class CudagraphDispatcher(LookupDispatcher):
                 if odd:
                     raise AssertionError(
                         f"Uniform capture sizes {odd} are not multiples of the query length "
-                        f"{query_len}. Round them to multiples, or disable the alignment."
+                        f"{query_len}. Round them to multiples, or set "
+                        "disable_cudagraph_uniform_alignment."
                     )
         mode = CUDAGraphMode.parse(cudagraph_mode)
         self.cudagraph_mode = self.mode_type[mode.name]
