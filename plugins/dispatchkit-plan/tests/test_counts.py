@@ -92,7 +92,7 @@ def test_uniform_is_not_guessed_without_the_mode(tmp_path):
         ("| 31    |", "| -31    |", 11, "count must be from 0 to"),
         ("| 31    |", "| many    |", 11, "count must be an integer"),
         ("| FULL         | 31    |", "| FULL         |", 11, "4 cells"),
-        ("Unpadded Tokens | Padded", "Unpaded Token | Padded", 9, "the columns of vLLM are"),
+        ("Unpadded Tokens | Padded", "Unpaded Token | Padded", 9, "vLLM's table has the columns"),
     ],
 )
 def test_a_damaged_table_is_named_by_line(old, new, line, message, tmp_path):

@@ -199,7 +199,7 @@ def test_a_candidate_at_fault_is_counted(runner):
     trace = recorded(runner, (6, 6, 1))
     with pytest.warns(RuntimeWarning, match="no idea"):
         forecast = forecast_swap(runner, trace, cost_model=TRUE, policy=Faulty())
-    assert any("raised or broke a hard constraint on 2 steps" in note for note in forecast.notes)
+    assert any("violated a hard constraint, 2 steps would run" in note for note in forecast.notes)
 
 
 def test_a_candidate_that_is_refused_says_so(runner):
@@ -238,7 +238,7 @@ def test_learning_policies_are_copied_and_named(runner):
 
 def test_no_change_and_no_such_policy_or_model_are_refused(runner):
     trace = recorded(runner)
-    with pytest.raises(ConfigError, match="no change"):
+    with pytest.raises(ConfigError, match="changes nothing"):
         forecast_swap(runner, trace, cost_model=TRUE)
     with pytest.raises(ConfigError, match="policy"):
         forecast_swap(runner, trace, cost_model=TRUE, policy="nobody")

@@ -83,7 +83,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
     else:
         sizes = tuple(sorted(set(check_counts(plan, "plan"))))
     if not sizes:
-        raise ConfigError("sizes", (), "at least one size to emit")
+        raise ConfigError("sizes", (), "a list of at least one size")
     made = make(sizes, query_len)
     return attrs.evolve(made, notes=(*made.notes, *notes))
 
@@ -134,7 +134,7 @@ def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     config = json.dumps({"cudagraph_capture_sizes": list(sizes)})
     notes = [
-        "Leave max_cudagraph_capture_size unset: with a list, it must equal the last size.",
+        "Leave max_cudagraph_capture_size unset: if sizes are listed, it must equal the last size.",
         (
             "With FULL_AND_PIECEWISE, each size is captured for mixed steps and, up to "
             "max_num_seqs x tokens per request, again for uniform decode."
@@ -158,10 +158,10 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 
 _SGLANG_NOTES = (
     (
-        "The list applies only to decode steps. Use the uniform decode sizes of a plan made with "
+        "The sizes apply only to decode steps. Use the uniform decode sizes of a plan made with "
         "--keyed."
     ),
-    "With data-parallel attention, each rank counts its own requests.",
+    "With data-parallel attention, sizes count the requests of one rank.",
 )
 
 
@@ -210,8 +210,8 @@ def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
             ),
             "Without enable_padding, only batches of exactly these sizes replay a graph.",
             (
-                "Leave max_batch_size of cuda_graph_config unset: with a list, it must equal the "
-                "largest size."
+                "Leave max_batch_size of cuda_graph_config unset: if sizes are listed, it must "
+                "equal the largest size."
             ),
         ),
         source="nvidia.github.io/TensorRT-LLM, llm-api/reference/DecodeCudaGraphConfig (1.3)",

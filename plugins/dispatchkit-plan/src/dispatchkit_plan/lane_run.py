@@ -290,8 +290,9 @@ class LaneRun:
             raise ConfigError(
                 "max_bytes",
                 limit,
-                f"at least {need:.0f}, the memory of the graph of {key} in cost model "
+                f"at least {need:.0f}, the bytes of the graph of {key} in cost model "
                 f"{self.model.name!r}",
+                "Raise max_bytes.",
             )
         while live and (
             (scenario.max_graphs is not None and len(live) >= scenario.max_graphs)

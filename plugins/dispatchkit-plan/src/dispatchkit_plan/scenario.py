@@ -128,7 +128,7 @@ class Scenario:
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:
             raise ConfigError(
-                "sizes", self.sizes, "omitted with config", "Set the sizes of the config instead."
+                "sizes", self.sizes, "omitted with config", "Set the sizes in config instead."
             )
 
     @property

@@ -258,23 +258,23 @@ def _notes(
     over = int((steps.num_tokens > last).sum())
     if over:
         yield (
-            f"{over} of {len(steps)} steps have more than {last} tokens, the largest size "
+            f"{over:,} of {len(steps):,} steps have more than {last} tokens, the largest size "
             f"measured for {model.name}. Their times are extrapolated linearly."
         )
     if model.clock != "device":
-        yield f"{model.name} has host times, which do not predict device times."
+        yield f"Cost model {model.name} has host times, which do not predict device times."
     if model.graph_bytes is None:
-        yield f"{model.name} has no graph_bytes, so memory is not predicted."
+        yield f"Cost model {model.name} has no graph_bytes, so memory is not predicted."
     if scenario.lanes > 1:
         yield (
             "Steps are assigned to lanes in turn. The simulation does not model how lanes slow "
-            "each other down: the real time is between busiest_lane_s and time_s."
+            "each other down: the actual time is between busiest_lane_s and time_s."
         )
     free = [axis.name for axis in config.axes if axis.name != model.axis]
     if free:
         yield (
-            f"{model.name} was not measured along {', '.join(free)}, so the times do not include "
-            "padding along these axes."
+            f"Cost model {model.name} was not measured along {', '.join(free)}, so the "
+            "times do not include padding along these axes."
         )
     if not config.sizes:
         yield "There are no capture sizes, so every step runs eager."

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.dispatch import Dispatcher, Policy, Reason
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.keys import DispatchConfig
 from dispatchkit.observe import StepTrace
 from dispatchkit.registry import GraphRegistry, KeyState
@@ -99,7 +99,7 @@ class SwapForecast:
 
     def __str__(self) -> str:
         verb = "saves" if self.gain_us >= 0 else "costs"
-        same = f"{self.num_steps} steps ({self.same_steps} unchanged)"
+        same = f"{counted(self.num_steps, 'step')} ({self.same_steps:,} unchanged)"
         times = f"{self.candidate_us / 1e3:.2f} ms instead of {self.active_us / 1e3:.2f} ms"
         change = f"{verb} {abs(self.gain_us) / 1e3:.2f} ms ({abs(1 - self.ratio):.1%})"
         lines = [
@@ -107,13 +107,13 @@ class SwapForecast:
             f"   time {times}: {change} according to {self.cost_model}",
         ]
         lines += [
-            f"   {one.num_steps} steps of {one.min_tokens} to {one.max_tokens} tokens: "
+            f"   {counted(one.num_steps, 'step')} of {one.min_tokens} to {one.max_tokens} tokens: "
             f"{one.active} -> {one.candidate} ({one.gain_us / 1e3:+.2f} ms)"
             for one in self.differences[:_SHOWN_DIFFERENCES]
         ]
         if len(self.differences) > _SHOWN_DIFFERENCES:
             more = len(self.differences) - _SHOWN_DIFFERENCES
-            lines.append(f"   and {more} more kinds of steps")
+            lines.append(f"   and {counted(more, 'more kind')} of steps")
         lines += [f"   {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -229,11 +229,20 @@ def _notes(
     then: _Side, trace: StepTrace, refused: int, faults: int, model: CostModel
 ) -> Iterator[str]:
     if refused:
-        yield f"{refused} steps exceed the candidate's limit and would raise; they are excluded."
+        yield (
+            f"Excluded: {counted(refused, 'step')} above the candidate's limit, on which the "
+            "runner would raise an error."
+        )
     if faults:
-        yield f"The candidate raised or broke a hard constraint on {faults} steps, which run eager."
+        yield (
+            f"Because the candidate raised an error or violated a hard constraint, "
+            f"{counted(faults, 'step')} would run eager."
+        )
     largest = max(trace.column("num_tokens"))
     if not model.covers(largest):
-        yield f"{model.name} was not measured up to {largest} tokens, so times are extrapolated."
+        yield (
+            f"Cost model {model.name} was not measured up to {largest} tokens, so times are "
+            "extrapolated."
+        )
     if then.dispatcher.policy_parts.learns:
-        yield "The candidate learns while it serves, which the forecast does not include."
+        yield "The candidate learns while it serves; the forecast does not include its learning."

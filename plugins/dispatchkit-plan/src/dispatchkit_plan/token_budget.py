@@ -107,7 +107,11 @@ def weigh_token_budget(
             "compare both plans.",
         )
     if num_graphs < 2:
-        return verdict(False, None, "It would be the only graph. Plan with at least 2 graphs.")
+        return verdict(
+            False,
+            None,
+            "A graph of this size would be the only graph. Plan with at least 2 graphs.",
+        )
     eager = np.array([model.eager_us(int(n)) for n in sizes])
     graph = np.full(len(sizes), model.graph_us(size))
     if objective.dispatch == "best":

@@ -86,7 +86,7 @@ def test_simulations_become_a_page(run: Any, tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "empty"),
-        ("[]", "at least one simulation"),
+        ("[]", "contains no simulations"),
         ("[1]", "a simulation"),
         ('{"label": "x"}', "num_steps"),
         ('{"num_steps": -1}', "num_steps"),
@@ -115,7 +115,7 @@ def test_options_that_decide_are_refused_where_it_is_decided(run: Any, tmp_path:
     source.write_text(run("simulate", TRACE, "--json").out)
     done = run("report", str(source), "--policy", "vllm", "-o", str(tmp_path / "page.html"))
     assert done.code == 2
-    assert "omitted" in done.err
+    assert "already contains the decisions" in done.err
 
 
 @pytest.mark.parametrize("where", ["no/such/folder/page.html", "."])

@@ -144,7 +144,10 @@ def plan(
         typer.Option(
             "--engine",
             metavar="ENGINE",
-            help="Engine to print settings for: dispatchkit, vllm, sglang, tensorrt-llm.",
+            help=(
+                "Engine to print settings for: dispatchkit, vllm, sglang, sglang-legacy, "
+                "tensorrt-llm."
+            ),
         ),
     ] = None,
     query_len: Annotated[
@@ -416,8 +419,9 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
         "beyond the limits and run eager."
     )
     out.print(
-        f"{len(product.sizes)} sizes x {len(product.buckets)} buckets planned separately "
-        f"({product.num_graphs} graphs): padding {product.waste_pct:.2f}%."
+        f"{counted(len(product.sizes), 'size')} x "
+        f"{counted(len(product.buckets), 'bucket')} planned separately "
+        f"({counted(product.num_graphs, 'graph')}): padding {product.waste_pct:.2f}%."
     )
     if made.objective != "padding":
         out.print(
@@ -447,7 +451,7 @@ def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
     words = {None: "", True: "uniform decode", False: "mixed"}[uniform]
     if num_active_loras is None:
         return words
-    return f"{words or 'any'}, {num_active_loras} adapters"
+    return f"{words or 'any kind'}, {counted(num_active_loras, 'adapter')}"
 
 
 def show_settings(settings: EngineSettings, out: Console) -> None:

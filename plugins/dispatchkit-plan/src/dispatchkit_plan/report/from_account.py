@@ -84,7 +84,7 @@ def waste_figure(
         title,
         f"Padding as a percentage of the real tokens, for steps of at most {max_size} tokens. All "
         "kinds of steps share one list of sizes. The line shows the least padding that is possible "
-        "with each number of sizes; a list above the line has more padding than necessary.",
+        "with each number of sizes. A list above the line has more padding than necessary.",
         Lines(
             label=title,
             lines=lines,
@@ -346,7 +346,7 @@ def _decisions(account: Account) -> tuple[str, str, Table]:
 def _notes(account: Account) -> list[str]:
     notes = [
         (
-            "All declared graphs are assumed to be captured, so the report shows what the policy "
+            "The report assumes that all declared graphs are captured. It shows what the policy "
             "would decide, not what a runner did."
         ),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 
 from dispatchkit_plan.report.charts import Band, Bars, Line, Lines
 from dispatchkit_plan.report.from_account import MIN_WASTE, MODE_NAMES
@@ -40,7 +40,12 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     """
     checked = [_checked(row, source) for row in rows]
     if not checked:
-        raise ConfigError(source, [], "at least one simulation")
+        raise ConfigError(
+            source,
+            [],
+            "a list of at least one simulation",
+            message=f"{source} contains no simulations.",
+        )
     best = min(checked, key=lambda row: row["time_s"])
     first = checked[0]
     speed = best["eager_time_s"] / best["time_s"] if best["time_s"] else 1.0
@@ -53,8 +58,8 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     return Report(
         title=f"Simulation of {source}",
         summary=(
-            f"{names} on the same {first['num_steps']:,} steps, simulated without a device."
-            + (f" {best['label']} has the shortest device time." if several else "")
+            f"{names} on the same {counted(first['num_steps'], 'step')}, simulated without "
+            "a device." + (f" {best['label']} has the shortest device time." if several else "")
         ),
         facts=(
             ("Scenarios", str(len(checked))),
@@ -99,7 +104,9 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
             isinstance(value, int) and 0 <= value < 10**18 for value in counts.values()
         ):
             raise ConfigError(
-                f"{source}: {name}", counts, "an object of counts in " + _A_SIMULATION
+                f"{source}: {name}",
+                counts,
+                "an object of counts, as printed by `dispatchkit simulate --json`",
             )
     made["label"] = str(made.get("label") or made.get("policy") or "?")
     made["cost_model"] = str(made.get("cost_model", "?"))
@@ -112,7 +119,9 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
 
 def _check_number(value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-        raise ConfigError(where, value, "a number of at least 0 in " + _A_SIMULATION)
+        raise ConfigError(
+            where, value, "a number of at least 0, as printed by `dispatchkit simulate --json`"
+        )
 
 
 def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -153,7 +162,8 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return Figure(
         "times",
         "Time of the whole trace",
-        "Device time according to the cost model, and the time if all steps ran eager.",
+        "Device time of the trace according to the cost model, and its device time if all steps "
+        "ran eager.",
         Bars(label="Time of the whole trace", bands=(*bands, eager)),
     )
 
@@ -167,8 +177,8 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return Figure(
         "waste",
         "Waste against number of graphs",
-        "Padding as a percentage of the real tokens, against the largest number of graphs that "
-        "each scenario had at a time. All modes and kinds of batches are counted together.",
+        "Padding as a percentage of the real tokens, against the maximum number of live graphs of "
+        "each scenario. All modes and kinds of batches are counted together.",
         Lines(
             label="Waste against number of graphs",
             lines=tuple(

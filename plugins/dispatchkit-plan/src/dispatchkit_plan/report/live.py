@@ -27,7 +27,7 @@ STATISTICS_VERSION = 1
 MAX_SAMPLES = 1024
 """Maximum number of samples; beyond it, every second sample is dropped."""
 _TOKENS = re.compile(r"\btokens=(\d{1,9})\b")
-_NOT_STATISTICS = "statistics saved by LiveStatistics.save"
+_HINT = "Save the statistics with LiveStatistics.save()."
 
 
 class LiveStatistics:
@@ -111,13 +111,11 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         ConfigError: The data are not statistics in the format of this version.
     """
     if data.get("version") != STATISTICS_VERSION:
-        hint = "Save the statistics with this version of dispatchkit."
+        hint = "A different version of dispatchkit saved the file. Save the statistics again."
         raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION), hint)
     samples = data.get("samples")
     if not isinstance(samples, list) or not samples:
-        raise ConfigError(
-            f"{source}: samples", samples, "a list of at least one sample in " + _NOT_STATISTICS
-        )
+        raise ConfigError(f"{source}: samples", samples, "a list of at least one sample", _HINT)
     for sample in samples:
         _check_sample(sample, source)
     last = samples[-1]
@@ -155,7 +153,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
             MissingFigure(
                 "waste",
                 "Waste against number of graphs",
-                "Counters do not record the sizes of batches. Record a trace with `dispatchkit "
+                "Statistics do not contain the sizes of batches. Record a trace with `dispatchkit "
                 "record`, then run `dispatchkit report TRACE`.",
             ),
             _times(data.get("arms"), source),
@@ -173,7 +171,9 @@ def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
         isinstance(lines, Mapping) and all(whole_number(one) is not None for one in lines.values())
         for lines in devices.values()
     ):
-        raise ConfigError(f"{source}: memory", devices, "an object of bytes by device and purpose")
+        raise ConfigError(
+            f"{source}: memory", devices, "an object of bytes by device and purpose", _HINT
+        )
     return [
         (
             f"Memory of {device}",
@@ -187,7 +187,7 @@ def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
 
 def _check_sample(sample: Any, source: str) -> None:
     if not isinstance(sample, Mapping):
-        raise ConfigError(f"{source}: sample", sample, "an object in " + _NOT_STATISTICS)
+        raise ConfigError(f"{source}: sample", sample, "an object", _HINT)
     counts = (
         "steps",
         "real_tokens",
@@ -202,7 +202,7 @@ def _check_sample(sample: Any, source: str) -> None:
     for name in ("steps_by_mode", "hits", "hit_tokens", "eager_by_reason"):
         table = sample.get(name)
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{source}: {name}", table, "an object in " + _NOT_STATISTICS)
+            raise ConfigError(f"{source}: {name}", table, "an object", _HINT)
         for value in table.values():
             _check_count(value, f"{source}: {name}")
 
@@ -210,7 +210,7 @@ def _check_sample(sample: Any, source: str) -> None:
 def _check_count(value: Any, where: str) -> None:
     number = whole_number(value)
     if number is None or not 0 <= number < 10**18:
-        raise ConfigError(where, value, "a count in " + _NOT_STATISTICS)
+        raise ConfigError(where, value, "an integer of at least 0", _HINT)
 
 
 def _padding(last: Mapping[str, Any]) -> Figure | MissingFigure:
@@ -272,7 +272,8 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     return Figure(
         "modes",
         "Runtime modes over time",
-        f"Share of the steps in each runtime mode, between samples ({len(samples):,} samples).",
+        "Share of the steps in each runtime mode from one sample to the next "
+        f"({counted(len(samples), 'sample')}).",
         Shares(label="Runtime modes over time", ends=tuple(ends), series=series),
     )
 
@@ -282,7 +283,7 @@ def _times(buckets: Any, source: str) -> Figure | MissingFigure:
     rows, names, replay, eager = [], [], [], []
     for bucket in buckets if isinstance(buckets, list) else ():
         if not isinstance(bucket, Mapping) or not isinstance(bucket.get("arms"), list):
-            raise ConfigError(f"{source}: arms", bucket, "an object with a list named arms")
+            raise ConfigError(f"{source}: arms", bucket, "an object with a list named arms", _HINT)
         sizes = bucket.get("sizes")
         name = "-".join(map(str, sizes)) if isinstance(sizes, list | tuple) else "?"
         best: dict[bool, float] = {}
@@ -301,13 +302,13 @@ def _times(buckets: Any, source: str) -> Figure | MissingFigure:
         return MissingFigure(
             "times",
             title,
-            "The policy does not measure steps. This figure shows the medians of a policy that "
-            "does, such as adaptive.",
+            "The policy does not measure steps. Only a policy that measures steps, such as "
+            "adaptive, provides the medians for this figure.",
         )
     return Figure(
         "times",
         title,
-        "Medians measured by the policy: the fastest graph, and eager.",
+        "Median times measured by the policy, in µs: the fastest graph of each bucket, and eager.",
         Pairs(
             label=title,
             categories=tuple(names),

@@ -29,7 +29,7 @@ def figure_of(report: Report, name: str) -> Figure:
             return figure
     why = [one.why for one in report.figures if not isinstance(one, Figure) and one.name == name]
     names = ", ".join(one.name for one in drawn)
-    raise ConfigError("figure", name, f"one of {names}{''.join(f' ({one})' for one in why)}")
+    raise ConfigError("figure", name, f"one of {names}", " ".join(why))
 
 
 def render_figure(figure: Figure) -> str:

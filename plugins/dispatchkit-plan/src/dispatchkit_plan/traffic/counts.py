@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
-from dispatchkit.errors import TraceError, nearest_names
+from dispatchkit.errors import TraceError, counted, nearest_names
 from dispatchkit.observe import (
     DEFAULT_MAX_BYTES,
     MAX_COUNT,
@@ -252,14 +252,14 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
                 raise TraceError(
                     name,
                     line,
-                    f"has a table with columns {', '.join(cells)}, but the columns of vLLM are "
-                    f"{', '.join(_STAT_HEADER)}.",
+                    f"has a table with columns {', '.join(cells)}, but vLLM's table has the "
+                    f"columns {', '.join(_STAT_HEADER)}.",
                 )
     if not seen_header:
         return None
     if not rows:
         raise TraceError(
-            name, None, "has a CUDA graph statistics table without rows. Log more steps."
+            name, None, "has a CUDA graph statistics table without rows. Let the server run longer."
         )
     return CudagraphStats(tuple(rows), config_mode, sizes, name)
 
@@ -278,7 +278,9 @@ def _near_header(cells: list[str]) -> bool:
 def _stat_row(name: str, line: int, cells: list[str]) -> CudagraphStatRow:
     if len(cells) != len(_STAT_HEADER):
         raise TraceError(
-            name, line, f"has {len(cells)} cells, but the table has {len(_STAT_HEADER)} columns."
+            name,
+            line,
+            f"has {counted(len(cells), 'cell')}, but the table has {len(_STAT_HEADER)} columns.",
         )
     numbers = {
         column: _whole(name, line, column, cell)
@@ -290,8 +292,8 @@ def _stat_row(name: str, line: int, cells: list[str]) -> CudagraphStatRow:
         raise TraceError(
             name,
             line,
-            f"num paddings must be padded - unpadded = {padded} - {unpadded}, "
-            f"got {numbers['num paddings']}.",
+            f"num paddings must be {padded} - {unpadded} (padded tokens - unpadded tokens) and at "
+            f"least 0, got {numbers['num paddings']}.",
         )
     mode = cells[3].rpartition(".")[2].upper()
     if mode not in _MODES:
@@ -351,7 +353,9 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
         if len(cells) != len(header):
             cut = " The file may be truncated here." if len(cells) < len(header) else ""
             raise TraceError(
-                name, line, f"has {len(cells)} columns, but the first line has {len(header)}.{cut}"
+                name,
+                line,
+                f"has {counted(len(cells), 'column')}, but the first line has {len(header)}.{cut}",
             )
         row = {
             column: _whole(name, line, column, cell)
@@ -396,7 +400,7 @@ def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]
         raise TraceError(
             name,
             line,
-            f"has the columns {', '.join(cells)}; a histogram needs `count` and "
+            f"has the columns {', '.join(cells)}, but a histogram needs `count` and "
             f"exactly one of {' and '.join(_SIZE_NAMES)}.",
         )
     return tuple(cells)
