@@ -254,7 +254,7 @@ class RunnerOptions:
         False,
         check_flag,
         SettingInfo(
-            "Declare rows independent, so that a policy may split batches over graphs.",
+            "Declare rows independent, so that a policy may split batches across graphs.",
             read=read_flag,
         ),
     )

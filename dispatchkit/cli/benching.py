@@ -92,7 +92,7 @@ def find_scripts(checkout: Path | None) -> dict[str, Path]:
     scripts = {path.stem: path for path in found if not path.stem.startswith("_")}
     if not scripts:
         raise BackendUnavailableError(
-            f"There are no benchmarks in {folder}; installed packages do not include them. "
+            f"{folder} contains no benchmarks; installed packages do not include them. "
             "Next: clone the repository, then run `dispatchkit bench --checkout FOLDER`."
         )
     return scripts

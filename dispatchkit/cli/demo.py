@@ -130,7 +130,7 @@ def _facts(report: DemoReport) -> Table:
     distribution = report.policy_origin.partition(", entry point")[0]
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())
     sizes = (
-        f"{model['num_layers']} layers, {model['num_heads']} heads of {model['head_dim']}, "
+        f"{model['num_layers']} layers, {model['num_heads']} heads of width {model['head_dim']}, "
         f"random weights; cache of {model['num_slots']} requests x {model['cache_len']} "
         f"tokens, {model['num_bytes_cache'] / MIB:.1f} MiB"
     )
@@ -205,7 +205,7 @@ def _times(report: DemoReport) -> Table:
 def _step_lines(report: DemoReport) -> Iterator[str]:
     real = sum(row.num_tokens for row in report.times if row.mode != "NONE")
     share = report.padding / real if real else 0.0
-    yield f"padding: {counted(report.padding, 'row')}, {share:.1%} of the replayed real tokens"
+    yield f"padding: {counted(report.padding, 'row')}, {share:.1%} of the real tokens in replays"
     reasons = ", ".join(f"{count} {reason}" for reason, count in report.eager_reasons.items())
     yield f"eager steps by reason: {reasons or 'none'}"
 

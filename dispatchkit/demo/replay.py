@@ -236,7 +236,7 @@ def make_runner(
             raise ConfigError(
                 name,
                 limit,
-                f"at least {needed}, the largest number in the demo's steps",
+                f"at least {needed} (the largest number in the demo's steps)",
                 "Increase it, or run fewer steps.",
             )
     policy = settings["policy"]

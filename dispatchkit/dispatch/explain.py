@@ -102,7 +102,9 @@ class Explanation:
         if batch.num_reqs is not None:
             facts.append(counted(batch.num_reqs, "request"))
         facts.append(
-            f"uniform decode of {batch.query_len} per request" if batch.uniform else "mixed"
+            f"uniform decode ({counted(batch.query_len, 'token')} per request)"
+            if batch.uniform
+            else "mixed"
         )
         if batch.num_active_loras:
             facts.append(counted(batch.num_active_loras, "adapter"))

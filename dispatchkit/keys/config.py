@@ -151,7 +151,7 @@ class DispatchConfig:
     specialize_active_loras: bool = setting(
         False,
         check_flag,
-        SettingInfo("Capture graphs for several numbers of adapters.", read=read_flag),
+        SettingInfo("Capture separate graphs for different numbers of adapters.", read=read_flag),
     )
     axes: tuple[Axis, ...] = attrs.field(
         default=(),

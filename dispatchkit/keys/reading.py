@@ -16,8 +16,8 @@ from dispatchkit.keys import checks
 from dispatchkit.keys.axes import Axis
 
 _AXES_ALLOWED = (
-    "a table of buckets by name, with {buckets = [...], exact = true} for an exact axis; as text "
-    "`length=16,64; kind=1,3 exact`"
+    "a table of buckets by axis name, such as {length = [16, 64], kind = {buckets = [1, 3], exact "
+    "= true}}, or the same as text: `length=16,64; kind=1,3 exact`"
 )
 
 

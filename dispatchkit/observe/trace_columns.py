@@ -125,7 +125,7 @@ def check_header(
             raise TraceError(
                 name,
                 line,
-                f"unknown column {column!r}. Name the column of an axis {AXIS_PREFIX}NAME, such "
+                f"unknown column {column!r}. The column of an axis is {AXIS_PREFIX}NAME, such "
                 f"as {AXIS_PREFIX}length.",
             )
         # A name similar to a missing column is treated as a misspelling, because an unknown column

@@ -164,7 +164,7 @@ def test_a_trace_in_text_shows_the_costliest_in_80_columns(run: Any) -> None:
     done = run("explain", "--trace", TRACE)
     assert done.code == 0
     assert "Most expensive decisions" in done.out
-    assert "more decisions; print them with --all or --json." in done.out
+    assert "more decisions; print all with --all or --json." in done.out
     assert max(map(len, done.out.splitlines())) <= 80
     assert "All decisions" in run("explain", "--trace", TRACE, "--all").out
 

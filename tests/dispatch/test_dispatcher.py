@@ -1472,7 +1472,7 @@ def test_explanation_says_what_is_not_allowed():
     by_key = {each.key: each.why_not for each in told.candidates}
     assert by_key[decode(8)] == "mode not allowed for this batch"
     assert told.decision.key == mixed(8)
-    assert "uniform decode of 1 per request" in str(told)
+    assert "uniform decode (1 token per request)" in str(told)
 
 
 def test_explanation_counts_no_fault_and_warns_of_none():

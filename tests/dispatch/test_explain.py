@@ -90,8 +90,8 @@ def test_facts_of_the_batch_come_first():
     axes = {"length": 64, "kind": None}
     first = str(attrs.evolve(EAGER, batch=batch, axes=axes)).splitlines()[0]
     assert first == (
-        "8 tokens, 4 requests, uniform decode of 2 per request, 1 adapter, length in bucket 64, "
-        "kind in no bucket; allowed: NONE, PIECEWISE, FULL"
+        "8 tokens, 4 requests, uniform decode (2 tokens per request), 1 adapter, length in "
+        "bucket 64, kind in no bucket; allowed: NONE, PIECEWISE, FULL"
     )
     assert str(EAGER).splitlines()[0] == "8 tokens, mixed; allowed: NONE, PIECEWISE, FULL"
 
