@@ -111,7 +111,7 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
         if index % every == 0
     )
     if not reports:
-        reports = (RecordReport(1, "the file", 0, ("The file contains no records.",)),)
+        reports = (RecordReport(1, "line 1", 0, ("The file contains no records.",)),)
     return FileReport(str(path), reports)
 
 

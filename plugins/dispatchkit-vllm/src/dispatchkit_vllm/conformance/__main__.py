@@ -82,14 +82,16 @@ def _write_report(report: FileReport) -> None:
     failed = report.failed
     _write_line(f"{report.path}: {_counts(report.num_passed, len(failed), report.num_compared)}")
     for record in failed[:_MAX_RECORDS]:
-        _write_line(f"  {record.name} (line {record.line}):")
+        line = f"line {record.line}"
+        name = record.name if record.name == line else f"{record.name} ({line})"
+        _write_line(f"  {name}:")
         for problem in record.problems[:_MAX_PROBLEMS]:
             text = problem if len(problem) <= _MAX_TEXT else f"{problem[:_MAX_TEXT]}..."
             _write_line(f"    {text}")
         if len(record.problems) > _MAX_PROBLEMS:
             _write_line(f"    and {counted(len(record.problems) - _MAX_PROBLEMS, 'more problem')}")
     if len(failed) > _MAX_RECORDS:
-        _write_line(f"  and {counted(len(failed) - _MAX_RECORDS, 'more record')}")
+        _write_line(f"  and {counted(len(failed) - _MAX_RECORDS, 'more failed record')}")
 
 
 if __name__ == "__main__":
