@@ -108,7 +108,11 @@ def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"a dispatchkit_plan.CostModel, got 3"):
         save_cost_model(3, tmp_path / "model.json")
     path = tmp_path / "model.json"
-    for text, message in [("{", "JSON"), ("[1]", "format"), ("{}", "format")]:
+    for text, message in [
+        ("{", "JSON"),
+        ("[1]", "must be a JSON object, got a list"),
+        ("{}", "format"),
+    ]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_cost_model(path)

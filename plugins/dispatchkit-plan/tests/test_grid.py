@@ -147,7 +147,7 @@ def test_limits_are_captured_and_what_lies_beyond_is_counted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axis": "width"}, "no column 'axis.width'. Its axes are: length"),
+        ({"axis": "width"}, "no column 'axis.width'. Its axes are length"),
         ({"graphs": 0}, "graphs"),
         ({"max_size": 1}, "no step to plan on with at most 1 row "),
         ({"fit_on": "halves"}, "'all' or 'first-half'"),

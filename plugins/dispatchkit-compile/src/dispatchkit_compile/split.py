@@ -129,7 +129,8 @@ def split_graph(
             "at",
             [str(rule) for rule in rules.given],
             "a list of rules that leaves at least one operation to capture",
-            f"With these rules, all operations of {name!r} would run eager.",
+            "Remove a rule, so that some operations are captured.",
+            message=f"With the rules in `at`, all operations of {name!r} would run eager.",
         )
     return list(_Builder(traced, name, compile_piece, held).pieces(parts))
 

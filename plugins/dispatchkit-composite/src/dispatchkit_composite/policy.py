@@ -267,7 +267,11 @@ class CompositePolicy:
         one.last_fault = f"{method}: {problem}"
         one.suspended = one.faults_in_a_row[method] >= self.max_faults
         if one.faults == 1 or one.suspended:
-            end = f" The member is suspended until resume({one.name!r})." if one.suspended else ""
+            end = (
+                f" The member is suspended until you call resume({one.name!r})."
+                if one.suspended
+                else ""
+            )
             _log.warning("Composite member %r failed in %s.%s", one.name, one.last_fault, end)
 
 

@@ -320,12 +320,15 @@ class CostModel:
             UnknownNameError: The content has an unknown field.
         """
         if not isinstance(data, Mapping) or data.get("format") != COST_MODEL_FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            is_object = isinstance(data, Mapping)
             raise ConfigError(
                 f"{where}: format",
-                found,
+                data.get("format") if is_object else type(data).__name__,
                 repr(COST_MODEL_FORMAT),
-                f"A cost model is a JSON object. {_WRITES}",
+                _WRITES,
+                message=""
+                if is_object
+                else f"{where} must be a JSON object, got a {type(data).__name__}.",
             )
         if data.get("version") != COST_MODEL_VERSION:
             raise ConfigError(

@@ -62,7 +62,9 @@ def split_families(
             "keyed",
             "uniform",
             "False for a trace without the column uniform_decode",
-            "Record that column to plan by kind of step.",
+            "Record this column, or omit keyed.",
+            message="Planning by kind of step (keyed) requires a trace with the column "
+            "uniform_decode.",
         )
     classes: Sequence[bool | None] = (False, True) if by_uniform else (None,)
     families = []

@@ -228,8 +228,8 @@ class _Batches:
     def of(cls, trace: StepTrace, axis: str) -> _Batches:
         """Return the steps of a trace, excluding steps without rows."""
         if axis not in trace.axes:
-            named = ", ".join(trace.axes) or "none"
-            problem = f"has no column 'axis.{axis}'. Its axes are: {named}."
+            named = f"Its axes are {', '.join(trace.axes)}." if trace.axes else "It has no axes."
+            problem = f"has no column 'axis.{axis}'. {named}"
             raise TraceError(trace.source, None, problem)
         sizes = np.array(trace.column("num_tokens"), dtype=np.int64)
         values = np.maximum(np.array(trace.column(f"axis.{axis}"), dtype=np.int64), 1)

@@ -206,7 +206,8 @@ def _hedge_choice(
     if hedge == "none":
         return HedgeChoice(NO_HEDGE, validated=False, reason="Hedging is turned off.")
     if hedge != "auto":
-        raise ConfigError("hedge", hedge, "'auto', 'none' or a Hedge")
+        hint = "Pass an instance, such as Hedge(own=1.0)." if hedge is Hedge else ""
+        raise ConfigError("hedge", hedge, "'auto', 'none' or a Hedge", hint)
     if not fit.ordered:
         return HedgeChoice(
             FALLBACK_HEDGE,
