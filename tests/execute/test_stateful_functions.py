@@ -303,6 +303,8 @@ ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
     "zip": lambda: (one for one, _ in zip(range(40), range(40), strict=True)),
     "generator": lambda: (number for number in range(40)),
     "islice": lambda: itertools.islice(itertools.count(), 40),
+    "flat": lambda: numpy.arange(1, 40).flat,
+    "data": lambda: iter(torch.utils.data.DataLoader(torch.arange(1.0, 40.0))),
 }
 
 
@@ -315,6 +317,179 @@ def _of_iterator(make: Callable[[], Iterator[Any]]) -> Callable[[], Any]:
 
 
 FORMS |= {f"iterator: {name}": _of_iterator(make) for name, make in ITERATORS.items()}
+
+
+@form
+def property_of_another_function() -> Any:
+    class Holder:
+        n = 0
+
+        def _next(self) -> int:
+            self.n += 1
+            return self.n
+
+        value = property(_next)
+
+    holder = Holder()
+    return lambda x: x * holder.value
+
+
+@form
+def methods_of_functools() -> Any:
+    class Holder:
+        n = m = 0
+
+        @functools.singledispatchmethod
+        def step(self, x: Any) -> Any:
+            return x
+
+        @step.register(torch.Tensor)
+        def _of_tensor(self, x: Any) -> Any:
+            self.n += 1
+            return self.half(x * self.n)
+
+        def _add(self, number: int, x: Any) -> Any:
+            self.m += number
+            return x * self.m
+
+        half = functools.partialmethod(_add, 2)
+
+    return Holder().step
+
+
+@form
+def static_method_of_a_class() -> Any:
+    class Counts:
+        n = 0
+
+        @staticmethod
+        def step() -> int:
+            Counts.n += 1
+            return Counts.n
+
+    return lambda x: x * Counts.step()
+
+
+@form
+def metaclass() -> Any:
+    class Counted(type):
+        n = 0
+
+        def step(cls) -> int:
+            Counted.n += 1
+            return Counted.n
+
+    class Counts(metaclass=Counted):
+        pass
+
+    return lambda x: x * Counts.step()
+
+
+@form
+def item_of_a_class() -> Any:
+    class Counts:
+        n = 0
+
+        def __class_getitem__(cls, key: int) -> int:
+            cls.n += key
+            return cls.n
+
+    return lambda x: x * Counts[1]
+
+
+@form
+def objects_made_in_the_step() -> Any:
+    class Made:
+        number = 0
+
+        def __init__(self) -> None:
+            Made.number += 1
+
+    def step(x: Any) -> Any:
+        Made()
+        return x * Made.number
+
+    return step
+
+
+@form
+def method_in_a_table() -> Any:
+    class Holder:
+        n = 0
+
+        def _first(self, x: Any) -> Any:
+            self.n += 1
+            return x * self.n
+
+        table = (_first,)
+
+        def step(self, x: Any) -> Any:
+            return self.table[0](self, x)
+
+    return Holder().step
+
+
+@form
+def module_in_a_closure() -> Any:
+    import random as numbers
+
+    numbers.seed(0)
+    return lambda x: x * numbers.random()
+
+
+@form
+def module_in_an_attribute() -> Any:
+    class Holder:
+        def __init__(self) -> None:
+            self.settings = SETTINGS
+
+        def step(self, x: Any) -> Any:
+            self.settings.n += 1
+            return x * self.settings.n
+
+    SETTINGS.n = 0
+    return Holder().step
+
+
+@form
+def numbers_of_a_schedule() -> Any:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def step(x: Any) -> Any:
+        optimizer.step()
+        schedule.step()
+        return x * optimizer.param_groups[0]["lr"]
+
+    return step
+
+
+@form
+def objects_of_numpy() -> Any:
+    numbers = numpy.array([0], dtype=object)
+
+    def step(x: Any) -> Any:
+        numbers[0] += 1
+        return x * numbers[0]
+
+    return step
+
+
+@form
+def bits_of_numpy() -> Any:
+    bits = numpy.random.PCG64(0)
+    return lambda x: x * (bits.random_raw() % 7)
+
+
+@form
+def event() -> Any:
+    turn = threading.Event()
+
+    def step(x: Any) -> Any:
+        (turn.clear if turn.is_set() else turn.set)()
+        return x * (1 + turn.is_set())
+
+    return step
 
 
 @form
@@ -471,6 +646,38 @@ def _with_attribute(x: Any) -> Any:
 
 _with_attribute.value = 1.0  # type: ignore[attr-defined]
 
+LAYER, OTHER = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+SETTINGS.scale = 1.0
+
+
+class Base:
+    """Its attribute is read through a subclass."""
+
+    inherited = 1.0
+
+
+class Sub(Base):
+    """Has no attribute of its own at first."""
+
+
+class Made:
+    """Reads an attribute of its class when it is created."""
+
+    default = 1.0
+
+    def __init__(self) -> None:
+        self.value = self.default
+
+
+SUB = Sub()
+
+
+def _hook(value: float) -> None:
+    LAYER._forward_hooks.clear()
+    LAYER.register_forward_hook(lambda _module, _inputs, output: output * value)
+
+
 #: A step, and a function that changes what it reads to a new value.
 READS: dict[str, tuple[Callable[[Any], Any], Callable[[float], Any]]] = {
     "a bound method": (SCALE.step, lambda v: setattr(SCALE, "value", v)),
@@ -502,6 +709,24 @@ READS: dict[str, tuple[Callable[[Any], Any], Callable[[float], Any]]] = {
     "a configuration file": (
         lambda x: x * CONFIG.getfloat("step", "value"),
         lambda v: CONFIG.set("step", "value", str(v)),
+    ),
+    "a new hook": (LAYER, _hook),
+    "a replaced forward": (
+        OTHER,
+        lambda v: setattr(OTHER, "forward", lambda x: x * v),
+    ),
+    "an inherited attribute": (lambda x: x * SUB.inherited, lambda v: setattr(Sub, "inherited", v)),
+    "the default of an object made in the step": (
+        lambda x: x * Made().value,
+        lambda v: setattr(Made, "default", v),
+    ),
+    "a module bound by a partial": (
+        functools.partial(lambda m, x: x * getattr(m, "scale", 1.0), SETTINGS),
+        lambda v: setattr(SETTINGS, "scale", v),
+    ),
+    "an option of an optimizer": (
+        lambda x: x * OPTIMIZER.param_groups[0]["lr"],
+        lambda v: OPTIMIZER.param_groups[0].update(lr=v),
     ),
     "a context variable": (lambda x: x * VARIABLE.get(), VARIABLE.set),
     "a number of C": (lambda x: x * NUMBER.value, lambda v: setattr(NUMBER, "value", v)),
@@ -538,3 +763,31 @@ def test_variables_that_the_step_does_not_read_may_change(monkeypatch: pytest.Mo
             monkeypatch.setenv("OF_OTHER_CODE", str(number))
             through(torch.ones(3, 2))
     assert through.graphed.stats().steps_by_mode["FULL"] == 100
+
+
+# -- steps without state, beside objects with state -----------------------------------------------
+
+NUMBERS = itertools.count()
+
+
+class Numbered:
+    """Numbers its objects; only the constructor and ``loop`` advance iterators."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number, self.scale = next(Numbered.numbers), 2.0
+
+    def step(self, x: Any) -> Any:
+        return x * self.scale if isinstance(self, Numbered) else x
+
+    def loop(self) -> None:
+        next(NUMBERS)
+
+
+def test_iterators_that_only_other_methods_advance_do_not_matter() -> None:
+    step = graphed(Numbered().step, backend="tape")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(step(torch.ones(3, 2)), torch.full((3, 2), 2.0))
+    assert step.graphed.stats().steps_by_mode["FULL"]

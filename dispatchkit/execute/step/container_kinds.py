@@ -13,11 +13,13 @@ import ctypes
 import gc
 import io
 import itertools
+import operator
 import os
 import pickle
 import queue
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
@@ -30,6 +32,13 @@ import torch
 MISSING: Final = object()
 """Marker for a missing entry."""
 
+#: Packages whose globals and class attributes do not count as state of a step.
+LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"__main__"} | {
+    "torch",
+    "numpy",
+    "attr",
+    "attrs",
+}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 #: Attributes that every module has besides its members, including hooks.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -82,7 +91,9 @@ def dotted(path: str, key: Any) -> str:
 
 
 def _indexed(path: str, key: Any) -> str:
-    return f"{path}[{key!r:.40}]"
+    # A tensor as a key, as in the state of an optimizer, would be copied from its device.
+    shown = type(key).__name__ if isinstance(key, torch.Tensor) else repr(key)
+    return f"{path}[{shown:.40}]"
 
 
 def _itself(path: str, _key: Any) -> str:
@@ -183,10 +194,17 @@ def _write_cell(target: types.CellType, _key: Any, value: Any) -> None:
 
 @attrs.frozen
 class Globals:
-    """The globals of a module that a function names."""
+    """The globals of a module that a function names.
+
+    Attributes:
+        values: All globals of the module.
+        names: Names in the code of the function.
+        is_imported: Whether the function reaches the module by a name, rather than defined in it.
+    """
 
     values: dict[str, Any]
     names: frozenset[str]
+    is_imported: bool = False
 
     def read(self) -> dict[str, Any]:
         """Return the globals by name, without modules."""
@@ -247,7 +265,7 @@ def address_of(value: Any) -> int | None:
         return None
     try:
         return value.data_ptr()
-    except RuntimeError:  # a wrapper subclass without memory
+    except (RuntimeError, ValueError):  # without memory: a wrapper subclass, a lazy parameter
         return None
 
 
@@ -393,6 +411,12 @@ GLOBALS = Kind(
 )
 #: The memory of a tensor, which ``.data = ...``, ``set_`` and ``resize_`` replace.
 DATA = Kind(lambda one: {"data": one.detach()}, _write_data, dotted, is_entered=False)
+#: An array of numpy with Python objects.
+OBJECTS = Kind(
+    lambda one: dict(enumerate(one.flat)),
+    lambda one, index, value: operator.setitem(one.flat, index, value),
+    _indexed,
+)
 SCRIPT = Kind(_read_script, _write_script, dotted, is_entered=False)
 
 
@@ -457,7 +481,8 @@ def _write_context(target: contextvars.ContextVar[Any], _key: Any, value: Any) -
 
 def _read_wrapped(target: Any) -> dict[str, Any]:
     """Return the attributes that hold the state of an object whose class is in ``_WRAPPERS``."""
-    return {name: getattr(target, name) for kind, name in _WRAPPERS if isinstance(target, kind)}
+    names = [name for kind, name in _WRAPPERS if isinstance(target, kind)]
+    return {name: getattr(target, name) for name in names if hasattr(target, name)}
 
 
 def _iterator(one: Any) -> Any:
@@ -476,6 +501,8 @@ def _iterator(one: Any) -> Any:
         return repr((frame.f_lasti, held))
     if type(one).__module__ == "itertools":  # its __reduce__ is deprecated
         return repr((repr(one), _held_by_iterator(gc.get_referents(one))))
+    if type(one).__module__ != "builtins":
+        return ""
     return repr([part if is_plain(part) else id(part) for part in one.__reduce__()[1:]])
 
 
@@ -496,11 +523,18 @@ def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of the builtins or of itertools."""
-    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    """Return whether a value is an iterator that is not written in Python by the user.
+
+    Iterators of the user are recorded by their attributes. Files are not recorded.
+    """
+    if not isinstance(value, Iterator) or isinstance(value, io.IOBase):
+        return False
+    advance: Any = type(value).__next__
+    is_python = isinstance(advance, types.FunctionType)
+    return not is_python or advance.__module__.partition(".")[0] in LIBRARIES
 
 
-#: Classes of the standard library that are written in Python, and their attributes with state.
+#: Classes of libraries that are written in Python, and their attributes with state.
 _WRAPPERS: tuple[tuple[type, str], ...] = (
     (UserDict, "data"),
     (UserList, "data"),
@@ -509,8 +543,13 @@ _WRAPPERS: tuple[tuple[type, str], ...] = (
     (weakref.WeakValueDictionary, "data"),
     (weakref.WeakSet, "data"),
     (queue.Queue, "queue"),
+    (threading.Event, "_flag"),
+    (threading.Semaphore, "_value"),
     (configparser.RawConfigParser, "_sections"),
     (configparser.RawConfigParser, "_defaults"),
+    (torch.optim.Optimizer, "state"),
+    (torch.optim.Optimizer, "param_groups"),
+    (torch.optim.lr_scheduler.LRScheduler, "_last_lr"),
 )
 _SET = _whole(frozenset, _put_set)
 _BYTES = _whole(bytes, _put_bytes)
@@ -534,6 +573,10 @@ NUMPY_GENERATOR = _whole(
     lambda one: pickle.dumps(one.bit_generator.state),
     lambda one, saved: setattr(one.bit_generator, "state", pickle.loads(saved)),  # noqa: S301
 )
+NUMPY_BITS = _whole(
+    lambda one: pickle.dumps(one.state),
+    lambda one, saved: setattr(one, "state", pickle.loads(saved)),  # noqa: S301
+)
 NUMPY_RANDOM = _whole(
     lambda one: pickle.dumps(one.get_state()),
     lambda one, saved: one.set_state(pickle.loads(saved)),  # noqa: S301
@@ -552,7 +595,11 @@ def _numpy_kind(value: Any) -> Kind | None:
         return NUMPY_GENERATOR
     if isinstance(value, numpy.random.RandomState):
         return NUMPY_RANDOM
-    if isinstance(value, numpy.ndarray) and value.dtype != object:
+    if isinstance(value, numpy.random.BitGenerator):
+        return NUMPY_BITS
+    if isinstance(value, numpy.ndarray) and value.dtype == object:
+        return OBJECTS
+    if isinstance(value, numpy.ndarray):
         return _whole(
             lambda one: one.tobytes(),
             lambda one, saved: numpy.copyto(

@@ -43,12 +43,14 @@ from dispatchkit.execute.step.container_kinds import (
     GLOBALS,
     GRADIENT,
     ITERATOR,
+    LIBRARIES,
     LIBRARY_ATTRIBUTES,
     MAPPING,
     MEMBER,
     METHODS,
     MISSING,
     MODULE,
+    NUMPY_BITS,
     NUMPY_GENERATOR,
     NUMPY_RANDOM,
     RANDOM,
@@ -77,8 +79,6 @@ _Class = TypeVar("_Class")
 
 #: Marks the end of a view, so that an item that moves from one container to the next is detected.
 _END: Final = (object(),)
-# Packages whose globals and class attributes do not count as state of a step.
-_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
 _BOOKKEEPING_CLASSES: set[type] = set()
 _CONTAINERS = (dict, list, set, deque, bytearray)
 _FUNCTIONS = (
@@ -175,6 +175,12 @@ class Container:
     record: Record
     names: Set[str] | None
 
+    @property
+    def sized(self) -> Any:
+        """The object whose length changes when the container grows."""
+        target = self.record.target
+        return vars(target) if isinstance(target, type) else target
+
     def added(self) -> tuple[Entry, ...]:
         """Return the new entries that the step would read."""
         record, names = self.record, self.names
@@ -203,46 +209,50 @@ class PythonState:
         # The memory of the tensors; held only during a run, so that it can be freed later.
         self._data: list[torch.Tensor] = []
         self._records: list[Record] = []
-        self._callables: list[Any] = []
+        self._callables: dict[int, Any] = {}
         self._kept: list[Any] = []
         self._classes: set[type] = set()
         # Classes of objects that the step may call directly, not only through a method.
         self._called: set[type] = set()
+        # Classes of the user, by the code that refers to them and may create objects.
+        self._created: dict[types.CodeType | None, set[type]] = {}
         self._names: set[str] | None = None
+        self._codes: set[types.CodeType | None] = {None}
         self._values_read: tuple[Entry, ...] | None = None
         self._records_of: dict[int, list[Record]] = {}
-        # Objects that the step reaches without an attribute: roots, cells, globals, classes.
-        self._roots: set[int] = set()
+        # Objects that the step reaches without an attribute (roots, cells, globals, classes), with
+        # the code that refers to them.
+        self._roots: dict[int, set[types.CodeType | None]] = {}
         # Objects reached through a method or ``partial`` that is an entry, by its identity.
         self._bound: dict[int, list[int]] = {}
         queue: deque[_Node] = deque(_Node(one, name, "", None) for name, one in roots.items())
         # Classes, and values reached only through their code, come last, because the code of a
         # library names most of the library.
         classes: deque[_Node] = deque()
-        while (queue or classes) and len(self._records) < MAX_CONTAINERS:
+        modules = _ModulesNamed()
+        while (queue or classes or modules) and len(self._records) < MAX_CONTAINERS:
+            if not queue:
+                queue.extend(modules.take(of_class=False))
+            if not (queue or classes):
+                classes.extend(modules.take(of_class=True))
             is_of_class = not queue
             found = classes.popleft() if is_of_class else queue.popleft()
             if is_plain(found.value):
                 continue
             if is_excluded is not None and is_excluded(found.value):
                 continue
-            if not found.is_entry:
-                self._roots.add(id(found.value))
+            self._note_use(found)
             if id(found.value) in self._records_of:
                 continue
             records = self._records_of[id(found.value)] = []
             self._kept.append(found.value)  # so that identities are not reused
             if not isinstance(found.value, type):
                 self._classes.add(type(found.value))
-                if not found.is_owner:
-                    self._called.add(type(found.value))
             if isinstance(found.value, torch.nn.Module):
                 self.modules.append(found.value)
             elif isinstance(found.value, torch.Tensor):
                 self.tensors.append(found.value)
                 self._tensors_found.append(found)
-            elif isinstance(found.value, _FUNCTIONS) and not found.is_method:
-                self._callables.append(found.value)
             for part in _parts(found):
                 inside: Iterable[_Node] = (part,) if isinstance(part, _Node) else part.inside()
                 if isinstance(part, _Node) and part.is_entry:
@@ -253,10 +263,31 @@ class PythonState:
                     self._records.append(part)
                 for one in inside:
                     of_class = is_of_class or isinstance(one.value, type)
-                    (classes if of_class else queue).append(one)
+                    if isinstance(one.value, Globals) and one.value.is_imported:
+                        modules.add(one, of_class=of_class)
+                    else:
+                        (classes if of_class else queue).append(one)
         self._seen = [*itertools.chain.from_iterable(one.seen for one in self._records)]
         self._views = [view for one in self._records for view in one.views]
         self._places = [*map(place_of, self.tensors)]
+
+    def _note_use(self, found: _Node) -> None:
+        """Record how the step may use an object, at each place where the walk finds the object."""
+        value, code = found.value, getattr(found.site, "__code__", None)
+        if isinstance(value, Globals) and value.is_imported:  # any code may have named it
+            code = None
+        if not found.is_entry:
+            self._roots.setdefault(id(value), set()).add(code)
+        if isinstance(value, type):
+            if not (found.is_owner or _is_library(value)):
+                self._classes.update((value, type(value)))
+                if not _is_installed(value):
+                    self._created.setdefault(code, set()).add(value)
+        elif isinstance(value, _FUNCTIONS):
+            if not found.is_method:
+                self._callables[id(value)] = value
+        elif not found.is_owner:
+            self._called.add(type(value))
 
     @contextmanager
     def data_held(self) -> Iterator[None]:
@@ -292,8 +323,13 @@ class PythonState:
 
     def iterators_read(self) -> tuple[Entry, ...]:
         """Return the iterators that the step's code names."""
-        iterators = [one for one in self._records if one.kind is ITERATOR]
-        return self._read_by_step(Entry(one, "") for one in iterators) if iterators else ()
+        found = [Entry(one, "") for one in self._records if one.kind is ITERATOR]
+        iterators = self._read_by_step(found) if found else ()
+        if not iterators or self._names_read() & _DYNAMIC:
+            return iterators
+        # Other methods of the step's owner may advance iterators of their own.
+        reached = self._reached({one for one, codes in self._roots.items() if codes & self._codes})
+        return tuple(one for one in iterators if id(one.record.holder) in reached)
 
     def containers_read(self) -> tuple[Container, ...]:
         """Return the containers that can grow and that the step's code may read."""
@@ -303,9 +339,7 @@ class PythonState:
         return tuple(
             Container(record, None if is_any or record.kind not in _NAMED else names)
             for record in self._records
-            if record.kind in _GROWING
-            and type(record.target).__len__ in _LENGTHS
-            and (is_any or id(record.holder) in reached)
+            if record.can_grow and (is_any or id(record.holder) in reached)
         )
 
     def is_current(self) -> bool:
@@ -342,10 +376,10 @@ class PythonState:
             if id(entry.record.holder) in reached and _is_named(entry.record, entry.key, names)
         )
 
-    def _reached(self) -> set[int]:
-        """Return the identities of objects that the step reaches through names in its code."""
+    def _reached(self, roots: Iterable[int] | None = None) -> set[int]:
+        """Return the identities of objects that names in the step's code reach from the roots."""
         names = self._names_read()
-        reached = set(self._roots)
+        reached = set(self._roots if roots is None else roots)
         waiting = list(reached)
         while waiting:
             holder = waiting.pop()
@@ -367,23 +401,28 @@ class PythonState:
         codes: set[types.CodeType] = set()
         methods: dict[str, set[types.CodeType]] = {}
         for cls in self._classes:
-            for fn in _methods(cls):
-                methods.setdefault(fn.__name__, set()).add(fn.__code__)
-                if fn.__name__ in _OPERATORS and not _is_library(fn):
+            for name, fn in _methods(cls):
+                methods.setdefault(name, set()).add(fn.__code__)
+                if name in _OPERATORS and not _is_library(fn):
                     codes.add(fn.__code__)
         # A callable in a closure, a global or an attribute may be called under any name.
-        codes |= {fn.__code__ for one in self._callables for fn in functions_of(one)}
+        codes |= {fn.__code__ for one in self._callables.values() for fn in functions_of(one)}
         for cls in self._called:
-            codes |= {fn.__code__ for fn in _methods(cls) if fn.__name__ in _CALLS}
+            codes |= {fn.__code__ for name, fn in _methods(cls) if name in _CALLS}
         found = set(_ALWAYS_READ)
         waiting = list(found)
         while codes or waiting:
-            for code in codes or methods.pop(waiting.pop(), set()):
+            new = codes or methods.pop(waiting.pop(), set())
+            codes = set()
+            for code in new - self._codes:
+                self._codes.add(code)
                 names = _names_in(code)
                 waiting.extend(names - found)
                 found |= names
-            codes = set()
-        return found
+                for cls in self._created.get(code, ()):
+                    if cls.__name__ in _names_called(code):
+                        codes |= _constructors(cls)
+        return found | _CALLS
 
 
 def restore(entries: Iterable[Entry]) -> None:
@@ -413,8 +452,8 @@ class _Node:
         is_installed: Whether the object was found in the code of an installed package. Only builtin
             containers in installed code are followed, because a package names most of its own code.
         is_method: Whether the object is a function defined in a class.
-        is_owner: Whether the object was found because a method is bound to it, so that the step
-            need not call the object itself.
+        is_owner: Whether the object was found because a method is bound to it or because it is the
+            class of an object, so that the step need not call it.
     """
 
     value: Any
@@ -452,6 +491,13 @@ class Record:
         self.views = [part for view in kind.views(found.value) for part in (view, _END)]
         self.seen = [*itertools.chain.from_iterable(self.views)]
         self.saved: dict[Any, Any] = dict(kind.read(found.value))
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether the length of the container changes when entries are added."""
+        if self.kind in (CLASS, METHODS):
+            return not self._is_installed
+        return self.kind in _GROWING and type(self.target).__len__ in _LENGTHS
 
     def inside(self) -> Iterator[_Node]:
         """Yield the values of entries that the walk must visit."""
@@ -502,11 +548,13 @@ _OPERATORS = frozenset(
         "getattr getattribute getitem missing contains iter next len bool enter exit get set "
         "index int float hash eq ne lt le gt ge neg pos abs invert add sub mul matmul truediv "
         "floordiv mod pow radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow iadd isub imul "
-        "imatmul itruediv and or xor lshift rshift torch_function array"
+        "imatmul itruediv and or xor lshift rshift torch_function array class_getitem"
     ).split()
 )
 #: Methods that run when an object is called.
 _CALLS = frozenset({"forward", "__call__"})
+#: Methods that run when a class is called.
+_CREATES = frozenset({"__new__", "__init__", "__post_init__", "__attrs_post_init__"})
 #: Attributes that calling a module reads, although the module's class does not name them.
 _ALWAYS_READ = frozenset({"training"}) | {
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
@@ -521,7 +569,15 @@ _GROWING = (MAPPING, SEQUENCE, ATTRIBUTES, LIBRARY_ATTRIBUTES, MEMBER, MODULE)
 _LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
 #: Kinds whose entries may change between steps without affecting graphs: a step consumes the state
 #: of iterators and generators, and other code changes variables that the step does not read.
-_UNWATCHED = (ITERATOR, RANDOM, NUMPY_GENERATOR, NUMPY_RANDOM, TORCH_GENERATOR, ENVIRONMENT)
+_UNWATCHED = (
+    ITERATOR,
+    RANDOM,
+    NUMPY_BITS,
+    NUMPY_GENERATOR,
+    NUMPY_RANDOM,
+    TORCH_GENERATOR,
+    ENVIRONMENT,
+)
 #: The state of modules of libraries.
 _STATE_OF_LIBRARIES: Mapping[str, Callable[[Any], Any]] = {
     "random": lambda module: module._inst,
@@ -537,6 +593,8 @@ def _parts(found: _Node) -> Iterator[Record | _Node]:
     value = found.value
     own = found if found.owner else attrs.evolve(found, owner=type(value).__qualname__)
     if isinstance(value, types.ModuleType):
+        for path, one in _in_modules((value,), _names_at(found.site)):
+            yield _Node(one, path, own.owner, found.site, is_installed=found.is_installed)
         return
     if isinstance(value, type):
         yield from _of_class(value)
@@ -599,7 +657,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Node]:
     if not _is_library(cls):
         if read_slots(value):
             yield Record(SLOTS, _Node(value, path, owner, cls))
-        yield _Node(cls, owner, "", cls)
+        yield _Node(cls, owner, "", cls, is_owner=True)
 
 
 def _of_class(cls: type) -> Iterator[Record | _Node]:
@@ -609,12 +667,15 @@ def _of_class(cls: type) -> Iterator[Record | _Node]:
     name, installed = cls.__qualname__, _is_installed(cls)
     yield Record(CLASS, _Node(cls, name, f"class {name}", cls, is_installed=installed))
     yield Record(METHODS, _Node(cls, name, f"class {name}", cls, is_installed=installed))
+    if not _is_library(type(cls)):
+        yield _Node(type(cls), type(cls).__qualname__, "", type(cls), is_owner=True)
     for base in cls.__bases__:
-        yield _Node(base, base.__qualname__, "", base)
-    for fn in _own_functions(cls):
+        yield _Node(base, base.__qualname__, "", base, is_owner=True)
+    for _, fn in _own_functions(cls):
         yield _Node(fn, fn.__qualname__, "", fn, is_method=True)
     for key, member in vars(cls).items():
-        if hasattr(type(member), "__get__") and not _is_library(type(member)):
+        is_bound = isinstance(member, types.MethodType)
+        if is_bound or (hasattr(type(member), "__get__") and not _is_library(type(member))):
             yield _Node(member, f"{name}.{key}", f"class {name}", cls, is_installed=installed)
 
 
@@ -623,35 +684,75 @@ def _of_function(fn: Any, found: _Node) -> Iterator[Record | _Node]:
     owner = getattr(fn, "__self__", None)
     yield _Node(owner, found.path, "", None, found.is_entry, is_owner=True)
     if isinstance(fn, functools.partial):
+        site = next(functions_of(fn), None)
         for one in (fn.func, *fn.args, *fn.keywords.values()):
-            yield _Node(one, found.path, "", None, found.is_entry)
+            yield _Node(one, found.path, "", site, found.is_entry)
     for plain in functions_of(fn):
         if _is_library(plain):
             continue
         owner = f"function {plain.__code__.co_qualname}"
         names = frozenset(name for code in codes_of(plain.__code__) for name in code.co_names)
+        named = _names_in(plain.__code__)
         installed = _is_installed(plain)
         if not installed:
             yield Record(ATTRIBUTES, _Node(vars(plain), plain.__name__, owner, plain))
         if not _is_own_module(plain.__module__ or ""):  # globals would reach all of dispatchkit
             globals_named = Globals(plain.__globals__, names)
             yield _Node(globals_named, "", owner, plain, is_installed=installed)
-            for path, one in _in_modules(plain.__globals__, names):
+            imported = _modules_at(plain.__globals__, names)
+            for path, one in _in_modules(imported, named):
                 yield _Node(one, path, owner, plain, is_installed=installed)
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
                 yield _Node(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
-            yield _Node(cell, name, owner, plain)
+            if name == "__class__":  # of super(); the step need not create objects of the class
+                yield _Node(_class_in(cell), name, owner, plain, is_owner=True)
+            else:
+                yield _Node(cell, name, owner, plain)
 
 
-def _in_modules(values: Mapping[str, Any], names: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the state of Python modules that a function names, as paths and objects.
+def _class_in(cell: types.CellType) -> type | None:
+    try:
+        return cell.cell_contents  # type: ignore[no-any-return]
+    except ValueError:  # the class is being created
+        return None
+
+
+class _ModulesNamed:
+    """Modules that functions name, with all of the names, so that each is recorded only once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, bool], tuple[_Node, set[str]]] = {}
+        self._taken: dict[tuple[int, bool], set[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, found: _Node, *, of_class: bool) -> None:
+        """Add the names that one function uses of a module."""
+        key = id(found.value.values), of_class
+        if new := found.value.names - self._taken.setdefault(key, set()):
+            self._waiting.setdefault(key, (found, set()))[1].update(new)
+
+    def take(self, *, of_class: bool) -> list[_Node]:
+        """Return the modules with the names that were not returned before, and remove them."""
+        taken = []
+        for key in [key for key in self._waiting if key[1] == of_class]:
+            found, names = self._waiting.pop(key)
+            self._taken[key] |= names
+            value = attrs.evolve(found.value, names=frozenset(names))
+            taken.append(attrs.evolve(found, value=value))
+        return taken
+
+
+def _in_modules(modules: Iterable[Any], names: Set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the state of Python modules, as paths and objects.
 
     Args:
-        values: Globals of the function.
-        names: Names in the code of the function, including the modules that it imports.
+        modules: Modules that a function or an object refers to; other objects are skipped.
+        names: Names in the code that reads the modules, including those that it imports.
     """
-    waiting = [values.get(name, sys.modules.get(name)) for name in names]
+    waiting = [*modules]
     seen: set[int] = set()
     while waiting:
         module = waiting.pop()
@@ -664,36 +765,98 @@ def _in_modules(values: Mapping[str, Any], names: Set[str]) -> Iterator[tuple[st
         elif path.partition(".")[0] == "numpy":
             yield "numpy.random", sys.modules["numpy"].random.mtrand._rand
         elif not _is_library_module(path) and not _is_own_module(path):
-            yield path, Globals(vars(module), frozenset(names))
-            waiting.extend(one for name, one in vars(module).items() if name in names)
+            values = vars(module)
+            yield path, Globals(values, frozenset(names), is_imported=True)
+            waiting.extend(values[name] for name in names & values.keys())
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+def _modules_at(values: Mapping[str, Any], names: Set[str]) -> Iterator[Any]:
+    """Yield the modules that names in a function refer to, among other objects.
+
+    Args:
+        values: Globals of the function.
+        names: Names in the code of the function, including those in its own import statements.
+    """
+    package = values.get("__package__") or ""
+    for name in names:
+        yield values.get(name, sys.modules.get(name))
+        parent = package
+        while parent:  # relative to the package or to one above it
+            yield sys.modules.get(f"{parent}.{name}")
+            parent = parent.rpartition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> frozenset[str]:
     """Return the names in a code object, including strings as in ``setattr(self, "calls", 1)``."""
     found: set[str] = set()
     for part in codes_of(code):
         found.update(part.co_names)
         found.update(one for one in part.co_consts if isinstance(one, str) and one.isidentifier())
-    return found
+    return frozenset(found)
 
 
-def _own_functions(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the functions in methods and properties of a class, without those of its bases."""
-    for member in vars(cls).values():
-        for fn in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
+def _names_at(site: Any) -> frozenset[str]:
+    """Return the names in the code of a class or function."""
+    if isinstance(site, type):
+        return frozenset().union(*(_names_in(fn.__code__) for _, fn in _methods(site)))
+    return _names_in(site.__code__) if isinstance(site, types.FunctionType) else frozenset()
+
+
+def _own_functions(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the functions in a class by the names of their attributes, without those of bases."""
+    for name, member in vars(cls).items():
+        for fn in _functions_in(member):
             if isinstance(fn, types.FunctionType):
-                yield fn
+                yield name, fn
+
+
+def _constructors(cls: type) -> set[types.CodeType]:
+    """Return the code that runs when a class of the user is called."""
+    functions = [
+        one for base in cls.__mro__ if not _is_library(base) for one in _own_functions(base)
+    ]
+    return {fn.__code__ for name, fn in functions if name in _CREATES}
 
 
 @functools.lru_cache(maxsize=4096)
-def _methods(cls: type) -> tuple[types.FunctionType, ...]:
+def _names_called(code: types.CodeType) -> frozenset[str]:
+    """Return the names whose values a code object calls, as in ``A()`` and ``module.A()``."""
+    found = set()
+    for part in codes_of(code):
+        last = ("", "")
+        for one in dis.get_instructions(part):
+            # A call is prepared by a null next to the function, or by loading a method.
+            if "NULL" in one.argrepr or one.opname == "LOAD_METHOD" or last[0] == "PUSH_NULL":
+                found.add(one.argval)
+            elif one.opname == "PUSH_NULL":
+                found.add(last[1])
+            last = (one.opname, one.argval)
+    return frozenset(one for one in found if isinstance(one, str))
+
+
+def _functions_in(member: Any) -> tuple[Any, ...]:
+    """Return the functions that an attribute of a class runs."""
+    if isinstance(member, property):
+        return member.fget, member.fset, member.fdel
+    if isinstance(member, (classmethod, staticmethod)):
+        return (member.__func__,)
+    if isinstance(member, functools.singledispatchmethod):
+        return member.func, member.dispatcher
+    if isinstance(member, (functools.partialmethod, functools.cached_property)):
+        return (member.func,)
+    return (member.__wrapped__,) if isinstance(member, _CACHED) else (member,)
+
+
+@functools.lru_cache(maxsize=4096)
+def _methods(cls: type) -> tuple[tuple[str, types.FunctionType], ...]:
     """Return the methods of a class and its bases that a step may run; excludes ``__init__``."""
     return tuple(
-        fn
+        (name, fn)
         for base in cls.__mro__
         if base is not torch.nn.Module
-        for fn in _own_functions(base)
-        if fn.__name__ != "__init__"
+        for name, fn in _own_functions(base)
+        if name != "__init__"
     )
 
 
@@ -722,7 +885,7 @@ def _is_own_module(name: str) -> bool:
 
 @functools.cache
 def _is_library_module(name: str) -> bool:
-    return name.partition(".")[0] in _LIBRARIES
+    return name.partition(".")[0] in LIBRARIES
 
 
 def _is_library(thing: Any) -> bool:

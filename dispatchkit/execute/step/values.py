@@ -32,9 +32,11 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from dispatchkit.execute.step.container_kinds import (
     MISSING,
+    MODULE,
     address_of,
     is_same,
 )
@@ -51,6 +53,9 @@ VALUES_AT_ONCE: Final = 16
 
 #: Number of containers per comparison. Only their lengths are compared.
 CONTAINERS_AT_ONCE: Final = 64
+
+#: Hooks that torch calls without gradients.
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
@@ -84,6 +89,7 @@ class ValueWatch:
             [_Group(chunk) for chunk in _chunks(held, VALUES_AT_ONCE)],
             [_Group(chunk) for chunk in _chunks(of_classes, VALUES_AT_ONCE)],
             [_Lengths(chunk) for chunk in _chunks(containers, CONTAINERS_AT_ONCE)],
+            [_Hooks([one for one in containers if one.record.kind is MODULE])],
         )
         self._groups: list[Sequence[_Group | _Lengths]] = [groups for groups in turns if groups]
         always = tuple(always)
@@ -209,7 +215,7 @@ class _Lengths:
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self._containers = containers
-        self._targets = [one.record.target for one in containers]
+        self._targets = [one.sized for one in containers]
         self._lengths: list[int] = []  # empty, so that the first comparison reads all entries
 
     def is_unchanged(self) -> bool:
@@ -225,6 +231,26 @@ class _Lengths:
         found = self.differences()
         self._lengths = [*map(len, self._targets)]
         return found
+
+
+class _Hooks(_Lengths):
+    """Modules to which hooks may be added; torch counts the hooks of the process."""
+
+    def __init__(self, modules: Sequence[Container]) -> None:
+        super().__init__(modules)
+        held = [one.record.target for one in modules]
+        self._targets = [one[name] for one in held for name in _HOOKS]
+        self._num_hooks = -1
+
+    def is_unchanged(self) -> bool:
+        """Return whether no module has a new hook."""
+        num_hooks = RemovableHandle.next_id
+        if num_hooks == self._num_hooks:
+            return True
+        if not super().is_unchanged():
+            return False
+        self._num_hooks = num_hooks
+        return True
 
 
 def _chunks(items: Sequence[_T], at_once: int) -> list[Sequence[_T]]:
