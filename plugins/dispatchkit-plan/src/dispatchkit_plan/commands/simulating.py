@@ -210,7 +210,7 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
     out.print(Text(f"{title} {first.cost_model}", style="bold"))
 
     def share(seconds: float, one: RankSimulation) -> str:
-        return f"{seconds:.4g} s {seconds / one.time_s:.1%}"
+        return f"{seconds:.4g} s ({seconds / one.time_s:.1%})"
 
     lines: list[_Line] = [
         *_STEPS_BY_MODE,
