@@ -80,7 +80,9 @@ def counted(number: int, noun: str) -> str:
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """Return a sentence that suggests the closest names; empty if no name is close."""
     near = nearest_names(name, known)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    *others, last = map(repr, near or ("",))
+    guess = f"{', '.join(others)} or {last}" if others else last
+    return f" Did you mean {guess}?" if near else ""
 
 
 @attrs.frozen

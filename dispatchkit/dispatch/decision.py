@@ -87,9 +87,7 @@ class Reason(enum.StrEnum):
 
 def _check_reason(reason: Any) -> str:
     if not isinstance(reason, str) or not reason:
-        raise DescriptorError(
-            "reason", reason, "a non-empty string, because steps are counted by reason"
-        )
+        raise DescriptorError("reason", reason, "a non-empty string (steps are counted by reason)")
     return str(reason)
 
 
@@ -174,7 +172,9 @@ class Decision:
             DescriptorError: The key is not a GraphKey, or the reason is empty or not a string.
         """
         if not isinstance(key, GraphKey):
-            raise DescriptorError("key", key, "a GraphKey", "graphs.covering(batch) yields them.")
+            raise DescriptorError(
+                "key", key, "a GraphKey", "graphs.covering(batch) yields suitable keys."
+            )
         return cls(key.mode, key, _check_reason(reason), timed)
 
     @classmethod
@@ -204,7 +204,7 @@ class Decision:
             raise DescriptorError("parts", parts, allowed)
         found = tuple(map(_part, parts))
         if not found:
-            raise DescriptorError("parts", found, "at least one pair")
+            raise DescriptorError("parts", found, "a list of at least one pair")
         key = found[0].key
         return cls(key.mode, key, _check_reason(reason), timed, parts=found)
 
@@ -343,7 +343,7 @@ class CellUpdate:
     @batch.validator
     def _check_batch(self, attribute: object, value: object) -> None:
         if not isinstance(value, Batch):
-            raise DescriptorError("batch", value, "a Batch", "Return the batch of the outcome.")
+            raise DescriptorError("batch", value, "a Batch", "Pass the batch of the outcome.")
 
     @decision.validator
     def _check_decision(self, attribute: object, value: object) -> None:

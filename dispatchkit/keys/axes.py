@@ -123,7 +123,7 @@ class Variants:
             names = ", ".join(sorted(self._names))
             given = ", ".join(sorted(values)) or "no axis"
             message = (
-                f"Each of the axes {names} needs one value, got values for: {given}."
+                f"Give one value for each axis ({names}); got values for {given}."
                 if names
                 else f"Values are given for {given}, but no axis is configured. Declare axes in "
                 "DispatchConfig(axes=...)."

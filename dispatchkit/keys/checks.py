@@ -193,7 +193,7 @@ def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
             except TypeError:  # too many positional arguments, or an argument given twice
                 names = ", ".join(sorted(known))
                 given = args["self" in parameters :]
-                allowed = f"given by name: {names}"
+                allowed = f"given by name ({names})"
                 raise ConfigError(f"settings of {owner}", given, allowed) from None
             for name, one in parameters.items():
                 is_named = one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)

@@ -261,7 +261,7 @@ def test_no_command_shows_the_help_and_is_bad_input(run: Any) -> None:
         (["explain", "3", "--set", "x"], "before the command: dispatchkit --set ..."),
         (["explain", "3", "--polcy", "x"], "'--policy'"),
         (["explain"], "--trace"),
-        (["explain", "3", "--trace", "x.csv"], "omitted with --trace, which contains"),
+        (["explain", "3", "--trace", "x.csv"], "cannot be combined with --trace, which explains"),
         (["explain", "--trace", "x.csv", "--uniform"], "--uniform"),
     ],
 )

@@ -905,7 +905,7 @@ def test_ask_again_asks_again():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((3, None), "batch must be a Batch, got 3. Return the batch of the outcome"),
+        ((3, None), "batch must be a Batch, got 3. Pass the batch of the outcome"),
         ((Batch(3), 8), "decision must be a Decision, or None, got 8. Create one with Decision"),
     ],
 )

@@ -88,7 +88,7 @@ def test_adapters_beyond_the_limit_have_no_variant(loras):
 
 @pytest.mark.parametrize("values", [{}, {"length": 1}, {"length": 1, "kind": 1, "more": 1}])
 def test_a_value_is_given_for_each_axis_and_no_other(values):
-    with pytest.raises(DescriptorError, match="Each of the axes kind, length needs one value"):
+    with pytest.raises(DescriptorError, match=r"one value for each axis \(kind, length\)"):
         Variants(AXES, 0).of_values(0, values)
 
 

@@ -233,7 +233,7 @@ def test_a_bad_number_of_requests_is_named_though_sizes_are_derived(bad):
 
 
 def test_settings_are_given_by_name():
-    message = r"settings of DispatchConfig must be given by name: .*, got \('FULL',\)"
+    message = r"settings of DispatchConfig must be given by name .*, got \('FULL',\)"
     with pytest.raises(ConfigError, match=message):
         DispatchConfig("FULL")
 
