@@ -131,9 +131,6 @@ class Lanes:
         if value is not None and not callable(getattr(value, "choose", None)):
             hint = "For a policy by name, set LaneOptions(lane_policy=...) in the options."
             raise ConfigError("lane policy", value, "an object with a method choose()", hint)
-        if isinstance(value, type):
-            hint = f"Pass an instance: {value.__name__}(...)."
-            raise ConfigError("lane policy", value, "an object with a method choose()", hint)
 
 
 def needs_key(policy: object) -> bool:
