@@ -150,9 +150,11 @@ class PackedRunner:
         wanted = [*self._of_tokens, *self._of_items]
         for name in (*wanted, *inputs):
             if name not in inputs or name not in wanted:
-                allowed = ", ".join(wanted)
+                problem = "Missing" if name in wanted else "Unknown"
                 raise InputError(
-                    name, f"Pass {allowed}, each as a sequence with one value per item."
+                    name,
+                    f"{problem} input {name!r}. Pass {', '.join(wanted)}, each as a sequence with "
+                    "one value per item.",
                 )
         num_items = {name: len(values) for name, values in inputs.items()}
         if len(set(num_items.values())) > 1:

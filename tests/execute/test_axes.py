@@ -212,7 +212,7 @@ def test_declarations_that_mean_two_things_or_nothing_are_refused(make_runner):
         with pytest.raises(ConfigError):
             make_runner(encode, inputs, axes=axes)
     for buckets in ((), (1.5,), (True,), (-1,), "x"):
-        with pytest.raises(ConfigError, match="buckets"):
+        with pytest.raises(ConfigError, match="bucket"):
             Axis("length", buckets)
     with pytest.raises(ConfigError, match="axis"):
         Axis("two words", (4,))

@@ -103,5 +103,7 @@ def test_segments_without_work_are_not_replayed(backend):
 
 
 def test_only_a_function_is_an_eager_region():
-    with pytest.raises(ConfigError, match=r"fn must be a function, or omitted, got 3\. Write"):
+    with pytest.raises(
+        ConfigError, match=r"fn must be a function or omitted, got 3\. For a block, write"
+    ):
         eager_region(3)

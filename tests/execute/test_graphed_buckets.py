@@ -50,7 +50,7 @@ def test_buckets_change_where_a_plan_pays_and_twice_at_most():
     buckets, changed = noted(draw.choice((70, 72, 20)) for _ in range(600))
     assert changed == [0, 511]
     assert buckets.sizes == (24, 72, 128, 256, 512)
-    assert str(buckets) == "in 24, 72, 128, 256, 512"
+    assert str(buckets) == "padded to 24, 72, 128, 256, 512"
     _, changed = noted((draw.choice((33, 40, 97)) for _ in range(20000)), buckets)
     assert changed == [8192 - 600 - 1]
     noted([513], buckets)
@@ -75,7 +75,7 @@ def test_calls_are_replayed_in_planned_buckets_and_captures_are_counted(monkeypa
     captures = [
         (words.partition(", dim_1 ")[2], one.captures) for words, one in stats.runners.items()
     ]
-    assert captures == [("", 1), ("<= 512", 2), ("in 24, 72, 128, 256, 512", 2)]
+    assert captures == [("", 1), ("<= 512", 2), ("padded to 24, 72, 128, 256, 512", 2)]
 
 
 def test_what_was_captured_ahead_stays(monkeypatch):

@@ -544,5 +544,5 @@ class TestPieces:
             make_runner(lambda tokens: tokens, TWO)
 
     def test_parameter_without_an_input_is_refused(self, make_runner):
-        with pytest.raises(ConfigError, match="Declare: mask"):
+        with pytest.raises(ConfigError, match="Also declare: mask"):
             make_runner(lambda tokens, mask: tokens)

@@ -290,7 +290,7 @@ def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel
     code = driver.cuModuleLoadDataEx(ctypes.byref(module), text, 2, options, values)
     if code:
         problem = log.value.decode(errors="replace").strip()
-        raise DriverCallError(f"cuModuleLoadDataEx failed with CUDA error {code} {problem}")
+        raise DriverCallError(f"cuModuleLoadDataEx failed with CUDA error {code}: {problem}")
     code = driver.cuModuleGetFunction(ctypes.byref(function), module, b"dispatchkit_copy")
     if code:
         raise DriverCallError(f"cuModuleGetFunction failed with CUDA error {code}")

@@ -72,7 +72,9 @@ def build(target: Path) -> None:
                 f"the C compiler {compiler[0]!r} is not installed; install it, or set CC"
             ) from None
         except subprocess.CalledProcessError as error:
-            raise UnavailableError(f"{compiler[0]!r} failed: {error.stderr[:200]}") from None
+            raise UnavailableError(
+                f"the C compiler {compiler[0]!r} failed: {error.stderr[:200]}"
+            ) from None
         made.replace(target)  # atomic, because another process may also build it
 
 
@@ -84,7 +86,7 @@ def load_allocator() -> Allocator:
         UnavailableError: The allocator cannot be used on this machine.
     """
     if torch.cuda.get_allocator_backend() != "native":
-        raise UnavailableError("torch's current allocator has no pools; use its allocator 'native'")
+        raise UnavailableError("torch's current allocator does not support pools; use 'native'")
     named = os.environ.get(LIBRARY_VARIABLE)
     if named:
         path = Path(named)
@@ -94,7 +96,7 @@ def load_allocator() -> Allocator:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise UnavailableError(
-                f"{folder} belongs to another user; set TMPDIR to another folder"
+                f"{folder} belongs to another user; set TMPDIR to a different folder"
             )
         path = folder / f"sleep-{mark}.so"
         if not path.exists():

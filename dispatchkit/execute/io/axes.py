@@ -78,8 +78,10 @@ class AxisInputs:
                     raise ConfigError(
                         f"inputs[{name!r}]",
                         spec.shape,
-                        f"declared with a shape of declared axes ({known})",
+                        f"a shape with declared axes ({known})",
                         "Correct the name, or add the axis to DispatchConfig(axes=...).",
+                        message=f"The shape of input {name!r}, {spec.shape}, names the axis "
+                        f"{axis_of(size)[0]!r}, but the declared axes are: {known}.",
                     )
         used = {axis_of(size)[0] for spec in self._specs.values() for size in spec.named}
         # Indices of the axes that are dimensions of inputs. Other axes do not change shapes.

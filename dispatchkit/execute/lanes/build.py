@@ -52,7 +52,9 @@ def check_lanes(spec: RunnerSpec) -> None:
             "policy",
             policy_name(spec.named_policy),
             "given by name with several lanes",
-            "The policy learns, and each lane needs its own instance.",
+            "Pass it by name, so that each lane creates its own instance.",
+            message=f"The object {policy_name(spec.named_policy)!r} is a policy that learns, so "
+            "several lanes cannot share it.",
         )
 
 
@@ -165,11 +167,13 @@ def _lane_policy(
     if isinstance(spec.lanes, Lanes) and spec.lanes.policy is not None:
         policy = spec.lanes.policy
         if options.lane_policy is not None or options.lane_policy_options:
-            hint = "Lanes already has a policy. Omit lane_policy and lane_policy_options."
-            raise ConfigError("lane_policy", options.lane_policy, "given in only one place", hint)
-        if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
-            hint = f"Pass an instance: {policy.__name__}()." if isinstance(policy, type) else ""
-            raise ConfigError("lane policy", policy, "an object with choose()", hint)
+            raise ConfigError(
+                "lane_policy",
+                options.lane_policy,
+                "given in only one place",
+                "Omit lane_policy and lane_policy_options.",
+                message="The lane policy must be given in only one place, but Lanes also has one.",
+            )
         return policy, "", plugins
     if plugins is None:
         from dispatchkit.plugins import load_plugins

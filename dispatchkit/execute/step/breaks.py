@@ -117,7 +117,7 @@ def eager_region(fn: Any = None) -> Any:
         return _EagerBlock()
     if not callable(fn):
         raise ConfigError(
-            "fn", fn, "a function, or omitted", "For a block, write `with eager_region():`."
+            "fn", fn, "a function or omitted", "For a block, write `with eager_region():`."
         )
 
     @functools.wraps(fn)

@@ -216,6 +216,6 @@ def _accepted_names(piece: Piece, known: Sequence[str], *, is_first: bool) -> tu
             "inputs",
             list(known),
             f"declared for each required parameter of {piece.name!r}",
-            f"Declare: {', '.join(required)}.",
+            f"Also declare: {', '.join(required)}.",
         )
     return tuple(name for name in known if name in usable)
