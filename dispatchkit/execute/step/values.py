@@ -18,7 +18,8 @@ Delay until a change is detected:
 - changing a value reached only through a class: at most ``num_class_values + VALUES_AT_ONCE``
   replays;
 - adding an item, key or attribute: at most ``num_containers / 4 + VALUES_AT_ONCE`` replays, because
-  the lengths of 64 containers are compared at a time.
+  the lengths of 64 containers are compared at a time;
+- adding the first forward hook of a module: at most ``VALUES_AT_ONCE`` replays.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ class ValueWatch:
         self.num_class_values: int = len(of_classes)
         containers = () if state is None else state.containers_read()
         self.num_containers: int = len(containers)
+        modules = [one for one in containers if one.record.kind is MODULE]
         turns = (
             [_Group(chunk) for chunk in _chunks(held, VALUES_AT_ONCE)],
             [_Group(chunk) for chunk in _chunks(of_classes, VALUES_AT_ONCE)],
             [_Lengths(chunk) for chunk in _chunks(containers, CONTAINERS_AT_ONCE)],
-            [_Hooks([one for one in containers if one.record.kind is MODULE])],
+            [_Hooks(modules)] if modules else [],
         )
         self._groups: list[Sequence[_Group | _Lengths]] = [groups for groups in turns if groups]
         always = tuple(always)
