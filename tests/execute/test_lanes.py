@@ -490,10 +490,11 @@ BY_UNKNOWN_NAME = RunnerOptions(lanes=LaneOptions(lane_policy="nowhere"))
         ({"lanes": True}, "lanes must be a whole number"),
         ({"lanes": 5, "backend": TapeBackend(max_streams=4)}, "lanes must be at most 4"),
         ({"lanes": 2, "options": RunnerOptions(check=3)}, "check must be 0 with several lanes"),
+        ({"lanes": Lanes(2, InTurn)}, r"Pass an instance: InTurn\(\.\.\.\)"),
         ({"lanes": Lanes(2, InTurn()), "options": OF_A_LANE_POLICY}, "in only one place"),
         ({"lanes": 1, "options": BY_UNKNOWN_NAME}, "lane policy must be one of.*'nowhere'"),
     ],
-    ids=["none", "bool", "more than streams", "check", "options", "name"],
+    ids=["none", "bool", "more than streams", "check", "class", "options", "name"],
 )
 def test_what_does_not_go_with_lanes_is_refused(make_runner, settings, message):
     with pytest.raises(ConfigError, match=message):

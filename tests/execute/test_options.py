@@ -165,13 +165,6 @@ def test_a_wrong_value_is_refused_at_once_by_both_front_doors(name, value):
     assert len(set(problems)) == 1
 
 
-class Chooser:
-    """A lane policy that chooses the first lane."""
-
-    def choose(self, step, lanes):
-        return 0
-
-
 @pytest.mark.parametrize(
     ("made", "message"),
     [
@@ -181,7 +174,6 @@ class Chooser:
         (lambda: RunnerOptions(device=3), "device must be a torch device, such as 'cuda:0', got 3"),
         (lambda: Lanes(0), "lanes must be a whole number of at least 1, got 0"),
         (lambda: Lanes("x"), "lanes must be a whole number of at least 1, got 'x'"),
-        (lambda: Lanes(2, Chooser), r"Pass an instance: Chooser\(\.\.\.\)"),
         (
             lambda: Lanes(2, "by-key"),
             r"an object with (a method )?choose\(\), .*LaneOptions\(lane_policy=",

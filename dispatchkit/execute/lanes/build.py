@@ -174,6 +174,9 @@ def _lane_policy(
                 "Omit lane_policy and lane_policy_options.",
                 message="The lane policy must be given in only one place, but Lanes also has one.",
             )
+        if isinstance(policy, type):
+            hint = f"Pass an instance: {policy.__name__}(...)."
+            raise ConfigError("lane policy", policy, "an object with a method choose()", hint)
         return policy, "", plugins
     if plugins is None:
         from dispatchkit.plugins import load_plugins
