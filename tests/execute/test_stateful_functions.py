@@ -786,6 +786,7 @@ class Numbered:
 
 
 def test_iterators_that_only_other_methods_advance_do_not_matter() -> None:
+    """A constructor or a loop of the owner, which the step does not call, may advance them."""
     step = graphed(Numbered().step, backend="tape")
     with torch.no_grad():
         for _ in range(3):
