@@ -7,6 +7,7 @@ with a first use, concurrent threads, memory that others may reuse.
 from __future__ import annotations
 
 import gc
+import queue
 import random
 import subprocess
 import sys
@@ -234,14 +235,14 @@ def fail(kind, y):
 def test_failing_captures_of_five_kinds_leave_all_else_as_it_was(quiet):
     """After twenty failures in one runner, memory is constant and later steps are correct."""
     weight, counter = weight_of(), torch.zeros(1, device=DEVICE)
-    # The runner does not inspect an event, so clearing it keeps graphs of other keys.
-    is_faulty = threading.Event()
-    is_faulty.set()
+    # The runner cannot inspect this queue, so emptying it keeps graphs of other keys.
+    faults: queue.SimpleQueue[None] = queue.SimpleQueue()
+    faults.put(None)
 
     def step(x):
         counter.add_(1)
         y = torch.tanh(x @ weight)
-        if is_faulty.is_set() and x.shape[0] <= 20 and torch.cuda.is_current_stream_capturing():
+        if not faults.empty() and x.shape[0] <= 20 and torch.cuda.is_current_stream_capturing():
             fail(KINDS[x.shape[0] % 5], y)
         return y + torch.rand_like(y) * 0
 
@@ -265,7 +266,7 @@ def test_failing_captures_of_five_kinds_leave_all_else_as_it_was(quiet):
     assert torch.equal(drawn, torch.rand(4, device=DEVICE))
     reasons = {entry.reason.partition(":")[0] for entry in runner.registry.entries.values()}
     assert reasons == {"", "host_sync", "error", "out_of_memory"}
-    is_faulty.clear()
+    faults.get()
     assert runner.capture().failed == {}
     for rows in range(1, 25):
         x = rows_of(rows, rows)
