@@ -279,7 +279,7 @@ def test_axes_and_adapters_share_one_number():
         assert config.variants.of_buckets(*facts) == number
     assert config.variants.count == 3 * 3 * 3
     for wrong in ({"length": 1}, {"length": 1, "kind": 0, "more": 1}):
-        with pytest.raises(DescriptorError, match="axes"):
+        with pytest.raises(DescriptorError, match="one value for each axis"):
             config.variant(**wrong)
     with pytest.raises(DescriptorError, match="loras"):
         config.variant(3, length=1, kind=0)

@@ -114,7 +114,7 @@ def test_required_sizes_are_in_every_plan(demand, required):
 
 
 def test_a_required_size_must_be_a_candidate():
-    with pytest.raises(ConfigError, match="required sizes"):
+    with pytest.raises(ConfigError, match="required must be candidate sizes"):
         require_sizes(np.zeros((2, 2)), np.array([4, 8]), [3])
 
 
