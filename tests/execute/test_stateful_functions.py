@@ -482,17 +482,6 @@ def bits_of_numpy() -> Any:
 
 
 @form
-def event() -> Any:
-    turn = threading.Event()
-
-    def step(x: Any) -> Any:
-        (turn.clear if turn.is_set() else turn.set)()
-        return x * (1 + turn.is_set())
-
-    return step
-
-
-@form
 def numbers_of_numpy() -> Any:
     numbers = numpy.random.default_rng(0)
     return lambda x: x * float(numbers.random())

@@ -19,7 +19,6 @@ import pickle
 import queue
 import random
 import sys
-import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
@@ -543,8 +542,6 @@ _WRAPPERS: tuple[tuple[type, str], ...] = (
     (weakref.WeakValueDictionary, "data"),
     (weakref.WeakSet, "data"),
     (queue.Queue, "queue"),
-    (threading.Event, "_flag"),
-    (threading.Semaphore, "_value"),
     (configparser.RawConfigParser, "_sections"),
     (configparser.RawConfigParser, "_defaults"),
     (torch.optim.Optimizer, "state"),

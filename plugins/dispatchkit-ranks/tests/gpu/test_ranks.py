@@ -166,7 +166,7 @@ def test_the_examples_run_on_gpus(size, example):
     pytest.importorskip("dispatchkit_vllm")
     pytest.importorskip("dispatchkit_adaptive")
     report = torchrun(f"examples/ranks/{example[0]}", *example[1:], size=size, on_gpus=True)
-    steps = re.findall(r"rank \d: steps (\{.*?\})", report)
+    steps = re.findall(r"rank \d: steps by mode (\{.*?\})", report)
     assert len(steps) == size, report
     assert len(set(steps)) == 1, report
     assert "not used" not in report
@@ -174,6 +174,6 @@ def test_the_examples_run_on_gpus(size, example):
         assert re.fullmatch(r"\{'FULL': \d+\}", steps[0])
     if example == ("tensor_parallel.py",):
         # Lines of two ranks may be interleaved.
-        worst = re.findall(r"whole layer (\d\.\de[+-]\d\d)", report)
+        worst = re.findall(r"undivided layer (\d\.\de[+-]\d\d)", report)
         assert len(worst) == size, report
         assert all(float(each) < 1e-4 for each in worst), report
