@@ -183,7 +183,7 @@ class BufferOptions:
 @refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class LaneOptions:
-    """Settings that distribute submitted steps over lanes.
+    """Settings for distributing submitted steps over lanes.
 
     Attributes:
         lane_policy: Name of the policy that chooses the lane of each submitted step; by default
@@ -223,7 +223,7 @@ class RunnerOptions:
         capture: How keys are captured.
         memory: Limits on the number and memory of graphs.
         buffers: Static buffers of inputs and outputs.
-        lanes: Settings that distribute submitted steps over lanes.
+        lanes: Settings for distributing submitted steps over lanes.
 
     Raises:
         ConfigError: A setting has an invalid value.

@@ -167,7 +167,7 @@ class GraphBackend(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the host until all work of the device is done."""
+        """Block the host until all work on the device is done."""
         ...
 
     # -- memory -------------------------------------------------------------------------

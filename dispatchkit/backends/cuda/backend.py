@@ -221,7 +221,7 @@ class CudaBackend:
         return call(ctypes.c_void_p(handle), ctypes.c_void_p(stream.handle)) == 0
 
     def synchronize(self) -> None:
-        """Block the host until all work of the device is done."""
+        """Block the host until all work on the device is done."""
         refuse_in_capture("backend.synchronize()")
         torch.cuda.synchronize(self._index)
 

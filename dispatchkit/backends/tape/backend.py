@@ -179,7 +179,7 @@ class TapeBackend:
         return TapeEvent(self.current_stream, timing=timing)
 
     def synchronize(self) -> None:
-        """Block the host until all work of the device is done."""
+        """Block the host until all work on the device is done."""
         refuse_in_capture("backend.synchronize()")
         if self._scheduler is not None:
             self._scheduler.drain_all()

@@ -32,7 +32,7 @@ class RowProof:
     Attributes:
         reason: Reason why smaller batches run eager; empty if they replay.
         finding: Explanation of ``reason``, for messages.
-        min_rows: Smallest number of rows that may replay.
+        min_rows: Smallest number of rows for which the graph may be replayed.
         open_calls: Number of further padded calls to examine, because the integer inputs of the
             proof contained only the fill value.
         draws_alike: Whether the step draws the same random numbers for any number of rows.

@@ -762,7 +762,11 @@ class _Trial:
         return None if found is None else self.snapshot.saved(*found)
 
     def with_noise_after(self, counts: Iterable[int]) -> dict[int, list[Any]]:
-        """Replay with noise after the first rows; return their outputs by number of rows."""
+        """Replay with noise after the first n rows, for each n in counts.
+
+        Returns:
+            The outputs for the first n rows, by n.
+        """
         size = self.captured.key.num_tokens
         if self._lane.row_count is None and not self.rows.is_varied:
             leaves = self._replay(size, size)  # one replay is enough: the graph reads no row count
@@ -770,7 +774,7 @@ class _Trial:
         return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
     def write_far_noise(self, count: int) -> bool:
-        """Write far larger noise after the first rows; return False if it is not needed."""
+        """Write far larger noise after the first ``count`` rows; return False if not needed."""
         size, number = self.captured.key.num_tokens, len(_FREE_MAGNITUDES)
         if not self.rows.is_free or any(row % number == _FAR for row in range(count, size)):
             return False
@@ -779,7 +783,7 @@ class _Trial:
         return True
 
     def with_fill_after(self, count: int) -> list[Any]:
-        """Replay with fill after the first rows; return these rows of all outputs."""
+        """Replay with fill after the first ``count`` rows; return the outputs for these rows."""
         return self._done(self.kept(self._replay(count, count), count))
 
     def whole(

@@ -440,7 +440,7 @@ class Warmups:
             key: Key that runs in the block.
             snapshot: Snapshot that receives the written storages.
             is_varied: Whether the step runs on the integers of a call. They may cause writes that
-                fill does not cause.
+                fill values do not cause.
 
         Raises:
             CaptureError: The step wrote a tensor that is too large to be restored.

@@ -1,8 +1,9 @@
 """Choose buckets for an undeclared axis: powers of two, later planned from observed sizes.
 
 A plan minimizes padding without using more buckets than before, so it needs no additional graphs.
-New buckets invalidate all graphs of a form. Buckets are therefore planned at most twice, and a plan
-is used only if it saves enough padding.
+New buckets invalidate all graphs of a form of calls, that is, of calls that differ only in the
+sizes of the batch and axes. Buckets are therefore planned at most twice, and a plan is used only if
+it saves enough padding.
 """
 
 from __future__ import annotations

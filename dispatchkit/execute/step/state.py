@@ -554,7 +554,7 @@ _COLUMNS: Final = 1021
 
 
 class _Copies:
-    """Copies of storages on one device in a single block, compared with a few kernels."""
+    """Copies of storages on one device, kept in one block so that few kernels compare them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

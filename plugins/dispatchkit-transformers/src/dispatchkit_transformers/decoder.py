@@ -539,7 +539,7 @@ class GraphDecoder:
         return self._runner(DRAFTS if drafts else "logits" if logits else "tokens")
 
     def prompt_runner(self) -> GraphRunner:
-        """Return the runner of prompt chunks.
+        """Return the runner for prompt chunks.
 
         Raises:
             ConfigError: All prompts run eager.
@@ -554,7 +554,7 @@ class GraphDecoder:
                 reason,
                 "set and supported by the model",
                 hint,
-                message="There is no runner of prompt chunks, because all prompts run eager "
+                message="There is no runner for prompt chunks, because all prompts run eager "
                 f"({reason}).",
             )
         return self._prompts.runner
