@@ -68,13 +68,13 @@ class PackedRunner:
             )
         axes = {axis.name: axis for axis in runner.config.axes}
         if set(axes) != {items}:
-            allowed = "the only axis of the runner"
-            raise ConfigError(
-                "items",
-                items,
-                allowed,
-                f"The runner has the axes: {', '.join(sorted(axes)) or 'none'}.",
-            )
+            allowed = "the name of the runner's only axis"
+            if len(axes) == 1:
+                hint = f"Pass items={next(iter(axes))!r}."
+            else:
+                names = ", ".join(sorted(axes)) or "none"
+                hint = f"The runner has the axes: {names}. Create it with one axis, for the items."
+            raise ConfigError("items", items, allowed, hint)
         if runner.spec.outputs != "owned":
             hint = "Create the runner with outputs='owned'."
             raise ConfigError("outputs", runner.spec.outputs, "'owned' for packed items", hint)

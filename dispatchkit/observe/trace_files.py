@@ -106,8 +106,9 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"has more than {counted(max_bytes, 'uncompressed byte')}, the limit set by "
-                    "`max_bytes`. Increase the limit if the trace is really that large.",
+                    f"has more than {counted(max_bytes, 'uncompressed byte')}, the limit of "
+                    "`max_bytes`. If the file is really that large, pass a larger max_bytes in "
+                    "Python, or split the file.",
                 )
             yield block
 

@@ -111,8 +111,8 @@ class TraceWriter:
             raise TraceError(
                 self.path,
                 None,
-                f"cannot be written: {why}. Its {counted(self.num_steps, 'step')} are in "
-                f"{part.path}.",
+                f"cannot be written: {why}. The file {part.path} contains "
+                f"{counted(self.num_steps, 'step')}.",
             ) from error
         if self.num_lost:
             raise TraceError(

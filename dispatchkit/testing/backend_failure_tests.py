@@ -105,7 +105,8 @@ class FailureTests:
                 return x + 1
             return x
 
-        rig.refused("A refused wait that the callable caught", run, reason="host_sync")
+        what = "The callable caught the error of a refused host synchronization"
+        rig.refused(what, run, reason="host_sync")
 
     @pytest.mark.parametrize(
         "wait",

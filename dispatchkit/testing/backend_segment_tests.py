@@ -216,7 +216,7 @@ class SegmentTests:
 
         def run(capture: Any) -> Any:
             capture.end()
-            error = rig.refused("a capture between two segments", lambda: x + 1, reason="nested")
+            error = rig.refused("A capture between two segments", lambda: x + 1, reason="nested")
             capture.begin()
             return error, capture.end()
 

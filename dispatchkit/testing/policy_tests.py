@@ -72,7 +72,9 @@ class PolicyTests(CaseRunner):
             keys = case.declare(policy)
             if keys != case.keys:
                 differing = [str(key) for key in {*keys} ^ {*case.keys}]
-                problem = f"other keys: {differing}" if differing else "a different order of keys"
+                problem = (
+                    f"other keys: {differing}" if differing else "the keys in a different order"
+                )
                 case.fail(f"declare returned {problem} in {call}")
 
     @for_all_cases(share=0.5)

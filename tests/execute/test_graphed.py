@@ -270,7 +270,7 @@ def test_calls_are_spread_over_lanes(net):
 def test_calls_that_need_gradients_run_plainly(net):
     fast = graphed(net)
     x = torch.randn(2, 4, requires_grad=True)
-    with pytest.warns(EagerStepWarning, match="A tensor of the call requires gradients") as caught:
+    with pytest.warns(EagerStepWarning, match=r"require gradients \(x\)") as caught:
         fast(x).sum().backward()
     assert caught[0].filename == __file__
     assert x.grad is not None

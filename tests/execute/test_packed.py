@@ -168,7 +168,11 @@ def test_a_packers_fault_is_named():
     ("change", "options", "problem"),
     [
         ({"outputs": "view"}, {}, "'owned' for packed items"),
-        ({}, {"items": "others"}, "the only axis of the runner"),
+        (
+            {},
+            {"items": "others"},
+            "the name of the runner's only axis, got 'others'. Pass items='items'",
+        ),
         ({}, {"results": "row"}, "'token' or 'item'"),
         ({}, {"results": ()}, "'token' or 'item'"),
     ],

@@ -169,7 +169,7 @@ def test_a_full_disk_stops_no_step(
 
 def test_a_file_that_cannot_get_its_name_is_told_with_its_steps(tmp_path: Path) -> None:
     """A folder of that name was created meanwhile."""
-    with pytest.raises(TraceError, match=r"Its 2 steps are in .*t\.csv\.part"):  # noqa: PT012, SIM117
+    with pytest.raises(TraceError, match=r"The file .*t\.csv\.part contains 2 steps"):  # noqa: PT012, SIM117
         with TraceWriter(tmp_path / "t.csv") as writer:
             writer.write(3)
             writer.write(4)

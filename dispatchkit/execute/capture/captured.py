@@ -15,7 +15,7 @@ from dispatchkit.execute.capture.eager_call import DifferentResultError, EagerCa
 from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.input_path import InputPath
 from dispatchkit.execute.io.outputs import OutputLayout
-from dispatchkit.execute.io.structure import is_same_value, leaves_of
+from dispatchkit.execute.io.structure import flatten, is_same_value, leaves_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.execute.step.pieces import Piece
@@ -95,14 +95,16 @@ class Link:
             )
         for index, address, shape in self.fixed:
             leaf = leaves[index]
-            if (
-                not isinstance(leaf, torch.Tensor)
-                or leaf.data_ptr() != address
-                or leaf.shape != shape
-            ):
+            if not isinstance(leaf, torch.Tensor) or leaf.shape != shape:
                 raise ReplayError(
-                    f"Value {index} of an eager piece has a different address than in the capture. "
-                    "Return either the same memory or newly allocated memory in each call."
+                    f"Value {index} of an eager piece must be a tensor of shape {tuple(shape)} as "
+                    f"in the capture, got {_describe(leaf)}."
+                )
+            if leaf.data_ptr() != address:
+                raise ReplayError(
+                    f"Value {index} of an eager piece was at address {address:#x} in the capture "
+                    f"and is at {leaf.data_ptr():#x} now. Return either the same memory or newly "
+                    "allocated memory in each call."
                 )
         for index, constant in self.constants:
             if not is_same_value(leaves[index], constant):
@@ -131,6 +133,27 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return f"{value!r:.40}"
+
+
+def _describe_mismatch(layout: OutputLayout, outputs: Any, size: int) -> str:
+    """Describe the first difference of outputs computed on ``size`` rows from a layout."""
+    leaves, structure = flatten(outputs)
+    if structure != layout.structure:
+        return "the structure is different"
+    pairs = enumerate(zip(layout.leaves, leaves, strict=True))
+    index, one, leaf = next(
+        (at, one, leaf) for at, (one, leaf) in pairs if not one.fits(leaf, size)
+    )
+    if one.kind == "tensor":
+        shape = tuple(size if want is None else want for want in one.shape)
+        expected = f"a {one.dtype} tensor of shape {shape}"
+    elif one.kind == "open":
+        expected = f"a {one.dtype} tensor"
+    elif one.kind == "value":
+        expected = f"a value of type {type(one.value).__name__}"
+    else:
+        expected = f"{size if one.kind == 'rows' else one.value!r:.40}"
+    return f"output {index} is {_describe(leaf)} instead of {expected}"
 
 
 @attrs.define(eq=False)
@@ -380,9 +403,10 @@ class CapturedKey:
         if not pieces.ends_eager:
             return self.leaves
         if not self.layout.fits(value, self.key.num_tokens):
-            problem = ReplayError(
-                "The last eager piece returned different shapes than in the capture. Return the "
-                "same shapes in each call."
+            problem = _describe_mismatch(self.layout, value, self.key.num_tokens)
+            error = ReplayError(
+                "The last eager piece must return outputs of the same structure, shapes and dtypes "
+                f"as in the capture, but {problem}."
             )
-            raise LaunchError(problem, has_effect=True)
+            raise LaunchError(error, has_effect=True)
         return leaves_of(value)

@@ -47,29 +47,29 @@ class Result:
     batch_dim: int | None = None
 
     def difference(self, now: Any) -> str:
-        """Describe how a value differs from that of the capture; empty if both are equivalent."""
+        """Return how a value differs from the captured one, as a predicate; empty if equivalent."""
         was = self.value
         if not isinstance(was, torch.Tensor):
             return (
                 ""
                 if is_same_value(was, now)
-                else f"{was!r:.40} in the capture and is {now!r:.40} now"
+                else f"was {was!r:.40} in the capture and is {now!r:.40} now"
             )
         if not isinstance(now, torch.Tensor):
-            return f"a tensor in the capture and is {now!r:.40} now"
+            return f"was a tensor in the capture and is {now!r:.40} now"
         if now.shape != was.shape:
             return (
-                f"of shape {tuple(was.shape)} in the capture and is of shape {tuple(now.shape)} now"
+                f"had shape {tuple(was.shape)} in the capture and has shape {tuple(now.shape)} now"
             )
         if now.dtype is not was.dtype or now.device != was.device:
             return (
-                f"a {was.dtype} tensor on {was.device} in the capture and is a {now.dtype} tensor "
-                f"on {now.device} now"
+                f"was a {was.dtype} tensor on {was.device} in the capture and is a {now.dtype} "
+                f"tensor on {now.device} now"
             )
         if now.stride() != self.stride:
-            return f"a tensor with strides {self.stride} in the capture and has {now.stride()} now"
+            return f"had strides {self.stride} in the capture and has strides {now.stride()} now"
         if not self.is_copied and now.data_ptr() != was.data_ptr():
-            return "in existing memory in the capture and is in different memory now"
+            return "was in existing memory in the capture and is in different memory now"
         return ""
 
 
@@ -156,7 +156,7 @@ class EagerCall:
         copies = []
         for number, (result, leaf) in enumerate(zip(results, leaves, strict=True)):
             if problem := result.difference(leaf):
-                raise DifferentResultError(self.line, f"result {number} was {problem}")
+                raise DifferentResultError(self.line, f"result {number} {problem}")
             if result.is_copied:
                 copies.append((result, leaf))
         return copies

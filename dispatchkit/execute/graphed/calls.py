@@ -50,7 +50,6 @@ _NEXT_STEPS: Mapping[str, str] = {
     Reason.NO_BATCH: (
         "No tensor of the call has a batch dimension. Declare it with graphed(batch_dims=...)."
     ),
-    Reason.SEVERAL_DEVICES: "Move all tensors of the call to one device.",
     Reason.TENSOR_KIND: "Pass dense tensors, and convert them inside the graphed function.",
     Reason.UNHASHABLE_VALUE: "Pass numbers, strings, tuples or tensors.",
 }
@@ -59,8 +58,8 @@ _TRAINING = (
     "inference, call model.eval(). Ignore this warning in a training loop."
 )
 _REQUIRES_GRAD = (
-    "A tensor of the call requires gradients, which replays do not support. If gradients are not "
-    "needed, detach it or call under torch.no_grad()."
+    "Tensors of the call require gradients ({}), which replays do not support. If gradients are "
+    "not needed, detach them or call under torch.no_grad()."
 )
 _PADDING_CHANGES = (
     "Calls differ in sizes other than the batch, and {}. Graphs are therefore captured for each "
@@ -564,12 +563,25 @@ class GraphedCalls:
         self._plain[reason] += 1
         name = reason, getattr(self.module, "training", False)
         if reason not in _SILENT and self._once.first(name):
-            self._warn(f"Calls run without graphs (reason: {reason}). {self._next_step(reason)}")
+            self._warn(
+                f"Calls run without graphs (reason: {reason}). "
+                f"{self._next_step(reason, args, kwargs)}"
+            )
         return self.target(*args, **kwargs)
 
-    def _next_step(self, reason: str) -> str:
+    def _next_step(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        kwargs = dict(sorted(kwargs.items()))
+        leaves = tree_flatten((args, kwargs))[0]
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
         if reason == Reason.GRADIENTS:
-            return _TRAINING if getattr(self.module, "training", False) else _REQUIRES_GRAD
+            if getattr(self.module, "training", False):
+                return _TRAINING
+            names = self._names(args, kwargs, len(tensors))
+            pairs = zip(names, tensors, strict=True)
+            return _REQUIRES_GRAD.format(_some({name for name, one in pairs if one.requires_grad}))
+        if reason == Reason.SEVERAL_DEVICES:
+            devices = " and ".join(sorted({str(one.device) for one in tensors}))
+            return f"The tensors of the call are on {devices}. Move them to one device."
         if reason == Reason.TOO_MANY_FORMS:
             return self._describe_forms()
         return _NEXT_STEPS[reason]

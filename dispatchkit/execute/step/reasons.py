@@ -60,7 +60,7 @@ _RECAPTURE = "Restore it, or call runner.invalidate() and runner.capture() for n
 NEXT_STEPS: Mapping[str, str] = {
     Reason.ABOVE_LARGEST: "Add a larger capture size.",
     Reason.NO_KEY: (
-        "Change the mode or the capture sizes, which declare no graph for this kind of batch."
+        "The policy declares no graph for this kind of batch. Change the mode or the capture sizes."
     ),
     Reason.NOT_CAPTURED: "Call runner.capture(), or create the runner with lazy=True.",
     Reason.CAPTURE_FAILED: (
