@@ -622,12 +622,14 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
 
 def kind_of(value: Any) -> Kind | None:
     """Return the kind of container that an object is; None if it has only attributes."""
-    for types_, kind in _KINDS:
-        if isinstance(value, types_):
-            return kind
+    if isinstance(value, types.FunctionType):  # the most common objects first
+        return None
     if isinstance(value, torch.Tensor):
         has_gradient = value.is_leaf and (value.requires_grad or value.grad is not None)
         return GRADIENT if has_gradient else None
+    for types_, kind in _KINDS:
+        if isinstance(value, types_):
+            return kind
     if isinstance(value, torch.Generator):
         return TORCH_GENERATOR
     if _is_iterator(value):

@@ -93,6 +93,7 @@ _VIEWS: Any = tuple(type(view({})) for view in (dict.keys, dict.values, dict.ite
 _CACHED = functools._lru_cache_wrapper
 #: Classes of libraries whose objects users fill with attributes of their own.
 _ENTERED = (torch.nn.Module, types.SimpleNamespace, argparse.Namespace, threading.local)
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 _WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME"})
 
 
@@ -699,7 +700,9 @@ def _of_function(fn: Any, found: _Node) -> Iterator[Record | _Node]:
         if not _is_own_module(plain.__module__ or ""):  # globals would reach all of dispatchkit
             globals_named = Globals(plain.__globals__, names)
             yield _Node(globals_named, "", owner, plain, is_installed=installed)
-            imported = _modules_at(plain.__globals__, names)
+            held = plain.__globals__
+            has_imports = _has_imports(plain.__code__)
+            imported = _modules_at(held, names) if has_imports else map(held.get, names)
             for path, one in _in_modules(imported, named):
                 yield _Node(one, path, owner, plain, is_installed=installed)
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
@@ -784,6 +787,13 @@ def _modules_at(values: Mapping[str, Any], names: Set[str]) -> Iterator[Any]:
         while parent:  # relative to the package or to one above it
             yield sys.modules.get(f"{parent}.{name}")
             parent = parent.rpartition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_imports(code: types.CodeType) -> bool:
+    """Return whether a code object contains import statements."""
+    # Every second byte is an operation. Disassembling all code would take far longer.
+    return any(_IMPORT_NAME in part.co_code[::2] for part in codes_of(code))
 
 
 @functools.lru_cache(maxsize=4096)
