@@ -263,7 +263,7 @@ def test_code_that_dynamo_gave_up_is_told_of(compiler, net):
         fast(torch.randn(2, WIDTH))
     device = StandIn(compiler)
     runner = GraphRunner(fast, INPUTS, sizes=[2], mode="FULL", backend=device)
-    with pytest.warns(UncompiledCodeWarning, match="All 6 operations .* ran uncompiled"):
+    with pytest.warns(UncompiledCodeWarning, match=r"\(6 ran uncompiled\)"):
         runner.capture()
     assert device.runs == [0]
 

@@ -167,7 +167,12 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
             check_mask(mask, prompts)
     # Check here: for some options, transformers decodes without calling custom_generate.
     config = kwargs.get("generation_config") or model.generation_config
-    check_options({**vars(config), **kwargs})
+    options = {**vars(config), **kwargs}
+    check_options(options)
+    if options.get("cache_implementation") == "static":
+        # The decoder's own cache is static. For another one, transformers would allocate memory and
+        # set an attribute of the model, which makes graphs outdated.
+        kwargs["cache_implementation"] = "dynamic"
     return model.generate(*args, custom_generate=decoder, **kwargs)
 
 
