@@ -153,6 +153,16 @@ def test_what_is_added_after_a_capture_is_found_within_one_turn(case: str) -> No
     assert _compare(watch, 2 * watch.num_values)  # reported once, because a new capture contains it
 
 
+def test_what_is_added_to_a_module_is_returned_once() -> None:
+    """New attributes and new hooks are both found through the same module."""
+    model = Growing()
+    watch = _watch(model)
+    model.is_loud = True
+    model.register_forward_hook(lambda *_: None)
+    for found in (watch.differences(), watch.changes()):
+        assert sorted(entry.key for entry in found) == ["_forward_hooks", "is_loud"]
+
+
 def test_what_is_added_and_not_read_changes_nothing() -> None:
     """Values that no code names, or only code outside the step, have no effect."""
     model = Growing()

@@ -205,7 +205,6 @@ class PythonState:
         self, roots: Mapping[str, Any], *, is_excluded: Callable[[Any], bool] | None = None
     ) -> None:
         self.modules: list[torch.nn.Module] = []
-        self.tensors: list[torch.Tensor] = []
         self._tensors_found: list[_Node] = []
         # The memory of the tensors; held only during a run, so that it can be freed later.
         self._data: list[torch.Tensor] = []
@@ -252,7 +251,6 @@ class PythonState:
             if isinstance(found.value, torch.nn.Module):
                 self.modules.append(found.value)
             elif isinstance(found.value, torch.Tensor):
-                self.tensors.append(found.value)
                 self._tensors_found.append(found)
             for part in _parts(found):
                 inside: Iterable[_Node] = (part,) if isinstance(part, _Node) else part.inside()
@@ -270,6 +268,7 @@ class PythonState:
                         (classes if of_class else queue).append(one)
         self._seen = [*itertools.chain.from_iterable(one.seen for one in self._records)]
         self._views = [view for one in self._records for view in one.views]
+        self.tensors: list[torch.Tensor] = [one.value for one in self._tensors_found]
         self._places = [*map(place_of, self.tensors)]
 
     def _note_use(self, found: _Node) -> None:

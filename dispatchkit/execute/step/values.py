@@ -93,7 +93,9 @@ class ValueWatch:
             [_Lengths(chunk) for chunk in _chunks(containers, CONTAINERS_AT_ONCE)],
             [_Hooks(modules)] if modules else [],
         )
-        self._groups: list[Sequence[_Group | _Lengths]] = [groups for groups in turns if groups]
+        self._groups: list[Sequence[_Group | _Lengths | _Hooks]] = [
+            groups for groups in turns if groups
+        ]
         always = tuple(always)
         self._always = _Group(always) if always else None
         self._interval = 1 if always else VALUES_AT_ONCE
@@ -127,13 +129,13 @@ class ValueWatch:
         """Compare all values, return those that changed, and restart the rounds."""
         self._restart()
         always = [] if self._always is None else [self._always]
-        groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
+        groups: Iterable[_Group | _Lengths | _Hooks] = itertools.chain(always, *self._groups)
         return tuple(entry for group in groups for entry in group.changes())
 
     def differences(self) -> tuple[Entry, ...]:
         """Compare all values and return those that changed, without restarting the rounds."""
         always = [] if self._always is None else [self._always]
-        groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
+        groups: Iterable[_Group | _Lengths | _Hooks] = itertools.chain(always, *self._groups)
         return tuple(entry for group in groups for entry in group.differences())
 
     def mark(self) -> None:
@@ -215,9 +217,9 @@ class _Group:
 class _Lengths:
     """Containers whose lengths are compared together, to detect new entries."""
 
-    def __init__(self, containers: Sequence[Container]) -> None:
+    def __init__(self, containers: Sequence[Container], targets: Sequence[Any] = ()) -> None:
         self._containers = containers
-        self._targets = [one.sized for one in containers]
+        self._targets = targets or [one.sized for one in containers]
         self._lengths: list[int] = []  # empty, so that the first comparison reads all entries
 
     def is_unchanged(self) -> bool:
@@ -235,13 +237,15 @@ class _Lengths:
         return found
 
 
-class _Hooks(_Lengths):
-    """Modules to which hooks may be added; torch counts the hooks of the process."""
+class _Hooks:
+    """Modules to which hooks may be added; torch counts the hooks of the process.
+
+    New hooks are also among the new entries that ``_Lengths`` of the same modules returns.
+    """
 
     def __init__(self, modules: Sequence[Container]) -> None:
-        super().__init__(modules)
         held = [one.record.target for one in modules]
-        self._targets = [one[name] for one in held for name in _HOOKS]
+        self._lengths = _Lengths(modules, [one[name] for one in held for name in _HOOKS])
         self._num_hooks = -1
 
     def is_unchanged(self) -> bool:
@@ -249,10 +253,19 @@ class _Hooks(_Lengths):
         num_hooks = RemovableHandle.next_id
         if num_hooks == self._num_hooks:
             return True
-        if not super().is_unchanged():
+        if not self._lengths.is_unchanged():
             return False
         self._num_hooks = num_hooks
         return True
+
+    def differences(self) -> list[Entry]:
+        """Return no entries, because ``_Lengths`` returns them."""
+        return []
+
+    def changes(self) -> list[Entry]:
+        """Record the current numbers of hooks, and return no entries."""
+        self._lengths.changes()
+        return []
 
 
 def _chunks(items: Sequence[_T], at_once: int) -> list[Sequence[_T]]:
