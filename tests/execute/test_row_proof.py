@@ -170,6 +170,15 @@ def test_outputs_with_other_rows_than_the_batch_are_never_cut_from_padding(name)
     assert (full, eager) == (3, {"rows_not_the_bucket": 4})
 
 
+def test_the_finding_compares_an_output_of_eager_with_that_of_the_graph():
+    runner = make(OTHER_ROWS["pruned"], sizes=(8,))
+    runner.capture()
+    assert (
+        "in an eager run of 3 rows, output 0 is a torch.float32 tensor of shape (3, 4) instead of "
+        "a torch.float32 tensor of shape (4, 4)"
+    ) in str(runner)
+
+
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_padding_that_changes_nothing_is_replayed(name):
     step = INDEPENDENT[name]

@@ -14,7 +14,7 @@ from dispatchkit.errors import CaptureError, ReplayError, counted
 from dispatchkit.execute.capture.eager_call import DifferentResultError, EagerCall
 from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.input_path import InputPath
-from dispatchkit.execute.io.outputs import OutputLayout
+from dispatchkit.execute.io.outputs import OutputLayout, describe_value
 from dispatchkit.execute.io.structure import flatten, is_same_value, leaves_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Fingerprint
@@ -98,7 +98,7 @@ class Link:
             if not isinstance(leaf, torch.Tensor) or leaf.shape != shape:
                 raise ReplayError(
                     f"Value {index} of an eager piece must be a tensor of shape {tuple(shape)} as "
-                    f"in the capture, got {_describe(leaf)}."
+                    f"in the capture, got {describe_value(leaf)}."
                 )
             if leaf.data_ptr() != address:
                 raise ReplayError(
@@ -121,39 +121,12 @@ class Link:
             ):
                 raise ReplayError(
                     f"Value {index} of an eager piece must be a {static.dtype} tensor of shape "
-                    f"{tuple(static.shape)} as in the capture, got {_describe(leaf)}."
+                    f"{tuple(static.shape)} as in the capture, got {describe_value(leaf)}."
                 )
         if self.copies:
             torch._foreach_copy_(
                 [static for _, static in self.copies], [leaves[index] for index, _ in self.copies]
             )
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{value!r:.40}"
-
-
-def _describe_mismatch(layout: OutputLayout, outputs: Any, size: int) -> str:
-    """Describe the first difference of outputs computed on ``size`` rows from a layout."""
-    leaves, structure = flatten(outputs)
-    if structure != layout.structure:
-        return "the structure is different"
-    pairs = enumerate(zip(layout.leaves, leaves, strict=True))
-    index, one, leaf = next(
-        (at, one, leaf) for at, (one, leaf) in pairs if not one.fits(leaf, size)
-    )
-    if one.kind == "tensor":
-        shape = tuple(size if want is None else want for want in one.shape)
-        expected = f"a {one.dtype} tensor of shape {shape}"
-    elif one.kind == "open":
-        expected = f"a {one.dtype} tensor"
-    elif one.kind == "value":
-        expected = f"a value of type {type(one.value).__name__}"
-    else:
-        expected = f"{size if one.kind == 'rows' else one.value!r:.40}"
-    return f"output {index} is {_describe(leaf)} instead of {expected}"
 
 
 @attrs.define(eq=False)
@@ -402,11 +375,11 @@ class CapturedKey:
         value = pieces.launch(num_rows, has_effect=self.has_effect)
         if not pieces.ends_eager:
             return self.leaves
-        if not self.layout.fits(value, self.key.num_tokens):
-            problem = _describe_mismatch(self.layout, value, self.key.num_tokens)
+        leaves, structure = flatten(value)
+        if problem := self.layout.mismatch(leaves, structure, self.key.num_tokens):
             error = ReplayError(
                 "The last eager piece must return outputs of the same structure, shapes and dtypes "
                 f"as in the capture, but {problem}."
             )
             raise LaunchError(error, has_effect=True)
-        return leaves_of(value)
+        return leaves

@@ -187,10 +187,10 @@ class RowProver:
         eager = self._known(key, _counts_below(key, sizes))
         if not eager:
             return RowProof()  # eager raises for all smaller batches, so no call is padded
-        fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
+        fitting = {count: one for count, one in eager.items() if not one.mismatch(layout, count)}
         last = max(eager)
         if last not in fitting:
-            return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].describe_mismatch(layout, last))
+            return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].mismatch(layout, last))
         # With fill as slots, all rows would read and write the same unused slot.
         has_integers = any(map(_is_from_call, self._lane.buffers_of(key).inputs))
         draws_alike = False
@@ -234,8 +234,7 @@ class RowProver:
                 eager = self._reference(captured.key, trial.rows, snapshot, count)
             if eager is None:
                 return known
-            if not eager.fits(captured.layout, count):
-                found = eager.describe_mismatch(captured.layout, count)
+            if found := eager.mismatch(captured.layout, count):
                 return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
             is_usable = not is_free or eager.is_finite()
             found = self._find(trial, count, {count: eager}) if is_usable else ""
@@ -547,28 +546,10 @@ class _Outputs:
         with_fractions = (one for one in tensors if one.is_floating_point())
         return all(bool(_numbers(one).isfinite().all()) for one in with_fractions)
 
-    def fits(self, layout: OutputLayout, count: int) -> bool:
-        """Return whether the outputs of ``count`` rows fit a layout."""
-        return self.structure == layout.structure and self._first_mismatch(layout, count) is None
-
-    def describe_mismatch(self, layout: OutputLayout, count: int) -> str:
-        """Describe the first difference from a layout."""
-        index = None if self.structure != layout.structure else self._first_mismatch(layout, count)
-        rows = counted(count, "row")
-        if index is None:
-            return f"the outputs have a different structure in an eager run of {rows}"
-        leaf, one = self.leaves[index], layout.leaves[index]
-        if not isinstance(leaf, torch.Tensor):
-            return f"output {index} is {leaf!r:.60} in an eager run of {rows}"
-        want = tuple(count if size is None else size for size in one.shape)
-        shape = tuple(leaf.shape)
-        return (
-            f"output {index} has shape {shape} in an eager run of {rows}, but {want} in the graph"
-        )
-
-    def _first_mismatch(self, layout: OutputLayout, count: int) -> int | None:
-        pairs = enumerate(zip(layout.leaves, self.leaves, strict=True))
-        return next((i for i, (one, leaf) in pairs if not one.fits(leaf, count)), None)
+    def mismatch(self, layout: OutputLayout, count: int) -> str:
+        """Describe the first difference of the outputs of ``count`` rows; empty if they fit."""
+        found = layout.mismatch(self.leaves, self.structure, count)
+        return f"in an eager run of {counted(count, 'row')}, {found}" if found else ""
 
 
 class _Rows:

@@ -81,6 +81,17 @@ class LeafLayout:
             return type(leaf) is type(self.value)
         return is_same_value(leaf, size if self.kind == "rows" else self.value)
 
+    def describe(self, size: int) -> str:
+        """Describe the leaves of ``size`` rows that fit this layout."""
+        if self.kind == "tensor":
+            shape = tuple(size if want is None else want for want in self.shape)
+            return f"a {self.dtype} tensor of shape {shape}"
+        if self.kind == "open":
+            return f"a {self.dtype} tensor"
+        if self.kind == "value":
+            return f"a value of type {type(self.value).__name__}"
+        return describe_value(size if self.kind == "rows" else self.value)
+
     @property
     def is_mutable_value(self) -> bool:
         """Whether the leaf is a Python value that a caller could modify."""
@@ -107,10 +118,25 @@ class OutputLayout:
 
     def fits(self, outputs: Any, size: int) -> bool:
         """Return whether outputs computed on ``size`` rows have this layout."""
-        leaves, structure = flatten(outputs)
-        return structure == self.structure and all(
-            one.fits(leaf, size) for one, leaf in zip(self.leaves, leaves, strict=True)
-        )
+        return not self.mismatch(*flatten(outputs), size)
+
+    def mismatch(self, leaves: Sequence[Any], structure: Structure, size: int) -> str:
+        """Describe the first difference of flattened outputs from this layout.
+
+        Args:
+            leaves: Leaves computed on ``size`` rows.
+            structure: Structure of the outputs.
+            size: Number of rows.
+
+        Returns:
+            A clause such as "output 0 is 3 instead of 4"; empty if the outputs fit.
+        """
+        if structure != self.structure:
+            return "the structure of the outputs is different"
+        for index, (one, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if not one.fits(leaf, size):
+                return f"output {index} is {describe_value(leaf)} instead of {one.describe(size)}"
+        return ""
 
     def values(self, outputs: Any, size: int) -> dict[int, Any]:
         """Return the Python values in outputs computed on ``size`` rows, by leaf index.
@@ -130,6 +156,13 @@ class OutputLayout:
         return {
             index: leaves[index] for index, one in enumerate(self.leaves) if one.kind == "value"
         }
+
+
+def describe_value(value: Any) -> str:
+    """Describe a tensor by its dtype and shape, and any other value by its repr."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.40}"
 
 
 def _undeclared(index: int, problem: str) -> CaptureError:
