@@ -149,6 +149,9 @@ class ConfigError(DispatchkitError, ValueError):
 class UnknownNameError(ConfigError, LookupError):
     """A requested name does not exist.
 
+    The message is ``KIND must be one of: NAMES, got NAME.`` or, for names that belong to a class or
+    function, ``OWNER has no KIND NAME; its KINDs are: NAMES.``. The closest names follow.
+
     Attributes:
         kind: Kind of name, such as ``policy``, ``backend`` or ``trace column``.
         name: The requested name, or the value given in place of a name.
@@ -160,7 +163,9 @@ class UnknownNameError(ConfigError, LookupError):
     name: Any
     known: tuple[str, ...]
 
-    def __init__(self, kind: str, name: Any, known: Iterable[str], hint: str = "") -> None:
+    def __init__(
+        self, kind: str, name: Any, known: Iterable[str], hint: str = "", *, owner: str = ""
+    ) -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(known))
         self.nearest: tuple[str, ...] = nearest_names(name, self.known)
         listing = f"one of: {', '.join(self.known)}"
@@ -170,6 +175,11 @@ class UnknownNameError(ConfigError, LookupError):
             listing = f"one of {len(self.known)} names"
         guess = did_you_mean(name, self.known)
         message = "" if self.known else f"No {kind} is available, got {_shown(name)}."
+        if owner and self.known:
+            names = f"its {kind}s are: {', '.join(self.known)}"
+            if len(self.known) > _MOST_NAMES:
+                names = f"it has {len(self.known)} {kind}s"
+            message = f"{owner} has no {kind} {_shown(name)}; {names}."
         super().__init__(kind, name, listing, f"{guess} {hint}".strip(), message=message)
 
 

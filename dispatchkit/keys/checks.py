@@ -187,7 +187,7 @@ def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
             known = {name for name in parameters if name != "self" and name[0] != "_"}
             for name in kwargs:
                 if name not in known:
-                    raise UnknownNameError(f"setting of {owner}", name, known) from None
+                    raise UnknownNameError("setting", name, known, owner=owner) from None
             try:
                 bound = signature.bind_partial(*args, **kwargs).arguments
             except TypeError:  # too many positional arguments, or an argument given twice

@@ -142,7 +142,7 @@ class PluginLoader:
         built_in = {spec.name for one in plugins if _is_built_in(one) for spec in one.records}
         for name in replace:
             if name not in built_in:
-                raise UnknownNameError("name to replace", name, built_in)
+                raise UnknownNameError("replace", name, built_in)
         claims: dict[tuple[str, str], list[LoadedPlugin]] = {}
         for one in plugins:
             for spec in one.records:

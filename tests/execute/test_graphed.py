@@ -167,7 +167,7 @@ def test_the_batch_may_be_another_dimension():
 
 
 def test_settings_are_refused_before_a_call():
-    with pytest.raises(ConfigError, match=r"setting of graphed\(\) must be one of: .*mean 'sizes'"):
+    with pytest.raises(ConfigError, match=r"graphed\(\) has no setting .*mean 'sizes'"):
         graphed(lambda x: x, size=[1])
     with pytest.raises(ConfigError, match="inputs must be omitted"):
         graphed(lambda x: x, inputs={})

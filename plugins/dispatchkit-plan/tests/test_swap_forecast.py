@@ -242,7 +242,7 @@ def test_no_change_and_no_such_policy_or_model_are_refused(runner):
         forecast_swap(runner, trace, cost_model=TRUE)
     with pytest.raises(ConfigError, match="policy"):
         forecast_swap(runner, trace, cost_model=TRUE, policy="nobody")
-    with pytest.raises(UnknownNameError, match=r"setting of swap must be .* Did you mean 'sizes'"):
+    with pytest.raises(UnknownNameError, match=r"swap has no setting .* Did you mean 'sizes'"):
         forecast_swap(runner, trace, cost_model=TRUE, sizs=[4])
     with pytest.raises(ConfigError, match="runner must be a GraphRunner, got 3"):
         forecast_swap(3, trace, cost_model=TRUE, policy="threshold")

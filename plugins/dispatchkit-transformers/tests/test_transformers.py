@@ -651,9 +651,9 @@ def test_prompts_of_an_encoder_decoder_are_tokens_of_its_decoder():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"prompt_size": (4,)}, UnknownNameError, "setting of GraphDecoder .*prompt_sizes"),
-        ({"axes": []}, UnknownNameError, "setting of GraphDecoder"),
-        ({"max_num_tokens": 4}, UnknownNameError, "setting of GraphDecoder .*max_batch_size"),
+        ({"prompt_size": (4,)}, UnknownNameError, "GraphDecoder has no setting .*prompt_sizes"),
+        ({"axes": []}, UnknownNameError, "GraphDecoder has no setting .axes."),
+        ({"max_num_tokens": 4}, UnknownNameError, "no setting .max_num_tokens.; its settings are"),
         ({"max_graphs": 4}, ConfigError, "max_graphs cannot be passed as an argument of its own"),
         ({"policy": "vlm"}, UnknownNameError, "policy .*Did you mean 'vllm'"),
         ({"backend": "cudda"}, UnknownNameError, "backend .*Did you mean 'cuda'"),

@@ -153,8 +153,9 @@ class CompileOptions:
         known = [field.name for field in attrs.fields(cls)]
         for name in given:
             if name not in known:
+                hint = _MISPLACED.get(name, "")
                 raise UnknownNameError(
-                    "option of the dispatchkit backend", str(name), known, _MISPLACED.get(name, "")
+                    "option", str(name), known, hint, owner="The backend 'dispatchkit'"
                 )
         if mode is not None:
             if given.get("mode") is not None:

@@ -808,4 +808,5 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name not in _RUNNER_SETTINGS:
             own = set(inspect.signature(GraphDecoder).parameters) - {"model", "settings"}
-            raise UnknownNameError("setting of GraphDecoder", name, own.union(_RUNNER_SETTINGS))
+            known = own.union(_RUNNER_SETTINGS)
+            raise UnknownNameError("setting", name, known, owner="GraphDecoder")

@@ -110,7 +110,8 @@ class EngineSettings:
             )
         for name in own:
             if name not in names:
-                raise UnknownNameError(f"setting in additional_config[{OPTIONS!r}]", name, names)
+                owner = f"additional_config[{OPTIONS!r}]"
+                raise UnknownNameError("setting", name, names, owner=owner)
         return cls(**{**given, **own})
 
     @property
