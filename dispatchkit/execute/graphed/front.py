@@ -158,8 +158,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             raise ConfigError(name, settings[name], allowed, hint)
         if name not in known:
             own = inspect.signature(graphed).parameters
-            settings = known.union(own) - {"settings"}
-            raise UnknownNameError("setting", name, settings, owner="graphed()")
+            names = known.union(own) - {"settings"}
+            raise UnknownNameError("setting", name, names, owner="graphed()")
 
 
 def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
