@@ -161,7 +161,7 @@ def test_uniform_sizes_are_named_in_their_own_error():
 
 def test_unknown_setting_is_refused():
     """A misspelt setting is never ignored."""
-    with pytest.raises(UnknownNameError, match=r"^DispatchConfig has no setting 'max_tokens'; its "):
+    with pytest.raises(UnknownNameError, match=r"^DispatchConfig has no setting 'max_tokens'; "):
         DispatchConfig(max_tokens=8)
 
 
