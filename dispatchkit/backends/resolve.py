@@ -27,8 +27,8 @@ def resolve_backend(
 
     Args:
         spec: A backend object, a built-in or registered name, a device (``"cuda:1"``, ``"cpu"``),
-            or ``"auto"``. ``"auto"`` selects ``cuda`` if torch finds a device and ``tape``
-            otherwise, and logs the choice.
+            or ``"auto"``. ``"auto"`` selects the backend of ``device``. Without a device, it
+            selects ``cuda`` if torch finds a GPU, otherwise ``tape``. The choice is logged.
         device: The device, if the name does not specify it: an index, ``"cuda:1"`` or a
             torch.device; None for the current device.
         registered: Factories of plugin backends by name, which accept ``device=``. A factory with a
@@ -37,17 +37,21 @@ def resolve_backend(
 
     Raises:
         UnknownNameError: No backend has this name.
-        ConfigError: The object is not a backend, or the name and ``device`` conflict.
+        ConfigError: The object is not a backend, or ``device`` conflicts with ``spec``.
         BackendUnavailableError: torch, a driver or the device is missing.
     """
     if not isinstance(spec, str):
         missing = [name for name in _REQUIRED if not hasattr(spec, name)]
         if missing:
             raise ConfigError(
-                "backend", spec, "a name or a GraphBackend", f"It lacks {', '.join(missing)}."
+                "backend",
+                spec,
+                "a name, such as 'cuda' or 'tape', or a GraphBackend",
+                f"The object lacks {', '.join(missing)}.",
             )
         if device is not None:
-            raise ConfigError("device", device, "omitted if the backend is an object")
+            hint = f"The object runs on {spec.torch_device}."
+            raise ConfigError("device", device, "omitted if the backend is an object", hint)
         return spec
     registered = dict(registered or {})
     name, _, index = spec.partition(":")
@@ -55,7 +59,8 @@ def resolve_backend(
         name = _choose(device)
     if name == "cuda":
         if index and device is not None:
-            raise ConfigError("device", device, f"omitted if the backend is {spec!r}")
+            hint = f"To choose the device separately, use the backend {name!r}."
+            raise ConfigError("device", device, f"omitted if the backend is {spec!r}", hint)
         return (registered.get(name) or _cuda)(device=spec if index else device)
     if name in ("tape", "cpu") and not index:
         return (registered.get("tape") or _tape)(device=device)

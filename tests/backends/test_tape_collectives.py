@@ -75,7 +75,7 @@ def barrier(given, group):
 
 
 @pytest.mark.parametrize(
-    ("run", "why"), [(functional, "functional collective"), (barrier, "makes the host wait")]
+    ("run", "why"), [(functional, "functional collective"), (barrier, "torch.distributed.barrier")]
 )
 def test_what_the_tape_cannot_replay_is_refused(group, run, why):
     with pytest.raises((CaptureError, RuntimeError), match=why):

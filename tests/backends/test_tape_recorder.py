@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 from dispatchkit.backends.tape import TapeBackend
+from dispatchkit.backends.tape.poison import poison
 from dispatchkit.errors import CaptureError, ConfigError, ReplayError
 
 functional = torch.nn.functional
@@ -148,11 +149,20 @@ def test_resizing_what_was_made_outside_is_refused_and_undone(capture):
 
 
 def test_tensors_the_tape_cannot_hold_are_refused(capture):
-    sparse = torch.eye(3).to_sparse()
-    with pytest.raises(CaptureError, match="sparse"):
-        capture(lambda: sparse * 2)
-    with pytest.raises(CaptureError, match="meta"):
+    """The error names the layout or device, whether they are arguments or results."""
+    sparse, dense = torch.eye(3).to_sparse(), torch.eye(3)
+    for run in (lambda: sparse * 2, dense.to_sparse, lambda: sparse.mul_(2)):
+        with pytest.raises(CaptureError, match=r"cannot record torch\.sparse_coo tensors"):
+            capture(run)
+    with pytest.raises(CaptureError, match="cannot record tensors on meta"):
         capture(lambda: torch.zeros(3, device="meta") + 1)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"])
+def test_small_floats_are_poisoned_with_their_own_nan(name):
+    x = torch.zeros(3, dtype=torch.uint8).view(getattr(torch, f"float8_{name}"))
+    poison(x)
+    assert x.to(torch.float32).isnan().all()
 
 
 def test_a_compiled_function_is_recorded_by_what_it_does(capture):
@@ -259,7 +269,7 @@ def test_the_number_of_streams_must_be_a_positive_whole_number(value):
 def test_streams_that_are_let_go_of_make_room_for_new_ones():
     backend = TapeBackend(max_streams=2)
     first, second = backend.new_stream(), backend.new_stream()
-    with pytest.raises(ConfigError, match="All 2 streams of cpu are in use"):
+    with pytest.raises(ConfigError, match=r"All streams of cpu are in use \(max_streams=2\)"):
         backend.new_stream()
     del first
     assert backend.new_stream().handle not in (0, second.handle)

@@ -47,7 +47,7 @@ def test_a_step_that_chooses_by_data_runs_eager_and_says_why(step):
     assert "host_sync" in problem
     is_loop = step is loop
     assert ("torch.while_loop" if is_loop else "torch.cond") in problem
-    assert ("a loop of fixed length can" if is_loop else "torch.where on both results") in problem
+    assert ("Use a loop of fixed length" if is_loop else "Use torch.where") in problem
     for x in (torch.ones(3, 2), -torch.ones(4, 2)):
         want = step(x)
         assert torch.equal(run(x=x), want)

@@ -1,14 +1,15 @@
 """The tape: the semantics of CUDA graphs on a CPU, for tests on any machine.
 
-As on a device, addresses are fixed, and Python code runs only during the capture. Calls that wait
-for the device are refused, and the error names them. Replays draw the same random numbers as eager.
-A capture has no side effects, even if it fails. Tensors that the callable stores stay alive,
-outputs contain poison until the first replay, and intermediates share the memory of a pool.
+As on a device, addresses are fixed, and Python code runs only during the capture. A capture refuses
+calls that wait for the device, and the error names the call. Replays draw the same random numbers
+as eager. A capture changes no tensors or generators outside the graph, even if it fails. Tensors
+that the callable stores stay alive, outputs contain poison until the first replay, and
+intermediates share the memory of a pool.
 
 Differences from a device: A capture runs the operations and then undoes their effects. A graph
-keeps alive all tensors that it reads. ``tensor.to("cpu")`` is not refused, because the tape cannot
-distinguish it from a copy to the device. Tensors created from Python lists and numbers inside the
-callable become constants.
+keeps alive the memory of all tensors that it reads or writes. ``tensor.to("cpu")`` is not refused,
+because the tape cannot distinguish it from a copy to the device. Tensors created from Python lists
+and numbers inside the callable become constants, whereas on a device their creation is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class TapeBackend:
         max_streams: Maximum number of live streams, excluding the default stream.
 
     Raises:
-        ConfigError: ``max_streams`` is not an integer of at least 1.
+        ConfigError: ``max_streams`` is not a positive integer.
     """
 
     def __init__(
@@ -147,8 +148,10 @@ class TapeBackend:
                     "number of streams",
                     len(self._streams) + 1,
                     f"at most {self._max_streams}",
-                    "Use fewer lanes, or release unused streams.",
-                    message=f"All {self._max_streams} streams of {self.torch_device} are in use.",
+                    "Use fewer lanes, drop references to unused streams, or create the "
+                    "TapeBackend with a larger max_streams.",
+                    message=f"All streams of {self.torch_device} are in use "
+                    f"(max_streams={self._max_streams}).",
                 )
             stream = TapeStream(self._next_handle, self._scheduler)
             self._next_handle += 1
@@ -194,7 +197,7 @@ class TapeBackend:
         return pool
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes that the pool currently reserves; 0 if no graph uses it."""
+        """Return the bytes that the pool reserves for graphs and live outputs; 0 while asleep."""
         num_bytes: int = pool.num_bytes
         return num_bytes
 
@@ -259,12 +262,13 @@ class TapeBackend:
         """Record the callable, undo its effects outside the graph, and return the graph.
 
         The callable runs in the caller's gradient and inference modes. During the capture, other
-        threads must not write the same tensors, because their writes would also be undone.
+        threads must not write to tensors that the callable writes, because their writes would also
+        be undone.
 
         Raises:
             CaptureError: The capture failed with reason ``host_sync``, ``out_of_memory``,
-                ``nested`` or ``error``. ``__cause__`` is the original exception. State outside the
-                capture has not changed.
+                ``nested`` or ``error``. ``__cause__`` is the original exception. Tensors and
+                generators outside the capture have not changed.
         """
         handled = sys.exception()
 

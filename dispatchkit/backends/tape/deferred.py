@@ -13,7 +13,9 @@ These operations are not deferred:
 - operations that draw random numbers, because generators advance in host order (the queued work of
   the stream runs first);
 - operations whose result shape depends on data, or that have no meta kernel (the host waits for the
-  stream, as on a device).
+  stream, as on a device);
+- higher-order operators, and operations that write some of their arguments but may also resize them
+  or return new tensors (the host waits for the stream).
 
 Host reads (``item``, ``tolist``, ``numpy``, printing) wait only for the current stream, as on a
 device.
@@ -102,7 +104,10 @@ class _DeferredOperations(DispatchMode):
         return func(*args, **kwargs)
 
     def _defer_write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Queue an operation that writes its arguments; run it now if it returns other tensors."""
+        """Queue an operation that writes its arguments.
+
+        If it may resize its arguments, or returns other tensors, it runs now.
+        """
         schema = func._schema
         returns_only_arguments = all(
             returned.alias_info is not None and returned.alias_info.is_write
@@ -134,7 +139,7 @@ class _Deferred:
 
 
 def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation accesses no data, so that it may run before queued work."""
+    """Return whether an operation accesses no existing data, so that queued work may run later."""
     schema = func._schema
     if schema.is_mutable:
         return torch.Tag.inplace_view in func.tags or schema.name == "aten::set_"

@@ -15,7 +15,10 @@ from dispatchkit.errors import ReplayError
 
 
 def _refuse_replay() -> None:
-    raise ReplayError("The graph was released. Capture it again, or release it after its last use.")
+    raise ReplayError(
+        "The graph was released. Capture the function again, or release the graph only after its "
+        "last use."
+    )
 
 
 class TapeGraph:
@@ -78,8 +81,8 @@ class TapeGraph:
         """
         if self._pool.is_asleep:
             raise ReplayError(
-                "A graph cannot be replayed while the memory of its pool is asleep. Call wake() "
-                "first."
+                "A graph cannot be replayed while the memory of its pool is asleep. Call "
+                "backend.wake([pool]) first."
             )
         if capturing_device():
             raise ReplayError(

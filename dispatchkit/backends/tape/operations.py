@@ -1,4 +1,4 @@
-"""Properties of operations: written arguments, parts, and in-place variants."""
+"""Properties of operations: written arguments, parts, and variants with out arguments."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Run an operation, and return the called function and its result.
 
-    In-place operations are called through torch's public method or function if possible. This takes
-    about a third of the time of calling the operator object. Unsupported arguments are rejected
-    before the operation runs.
+    In-place operations are called through torch's public method or function if possible, which
+    takes a third of the time of calling the operator object. If torch rejects the arguments, it
+    does so before the operation runs, so the operator object can be called instead.
     """
     name = func._schema.name.split("::")[1]
     if func.namespace == "aten" and name.endswith("_") and not kwargs and args:

@@ -27,9 +27,10 @@ from dispatchkit.backends.tape.operations import (
 )
 from dispatchkit.backends.tape.steps import Step, TensorRef, flat_tensors, replace_tensors
 from dispatchkit.backends.watching.collectives import (
+    barrier_error,
     blocking,
+    check_recordable,
     is_collective,
-    refusal,
     writes_first_argument,
 )
 from dispatchkit.backends.watching.dispatch_mode import OperationMode, tensors_in
@@ -49,6 +50,23 @@ def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage, which is unique while the storage exists."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    """Raise for a tensor that the tape cannot record: only dense CPU tensors can be recorded."""
+    if tensor.is_nested:
+        raise HostSyncError("an operation on a nested tensor", "its sizes are on the host")
+    if tensor.device.type != "cpu":
+        raise RuntimeError(
+            f"the tape cannot record tensors on {tensor.device}; use CPU tensors, or another "
+            "backend"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise RuntimeError(
+            f"the tape cannot record {kind} tensors; convert them to dense tensors, or move the "
+            "operation into an eager piece"
+        )
 
 
 class Recorder(OperationMode):
@@ -94,7 +112,7 @@ class Recorder(OperationMode):
             self._fork(generator)
 
     def restore(self) -> None:
-        """Restore the contents of all saved storages from before the capture."""
+        """Restore the saved contents of all storages from outside the capture."""
         for identity, saved in self._saved.items():
             storage = self.storages[identity]
             if storage.nbytes() != saved.nbytes():
@@ -125,13 +143,11 @@ class Recorder(OperationMode):
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and record an operation."""
-        error = sync_of(func, args)
+        error = sync_of(func, args) or barrier_error(func)
         if error is not None:
             self.note_error(error)
             raise error
-        why_not = refusal(func)
-        if why_not:
-            raise RuntimeError(why_not)
+        check_recordable(func)
         if is_collective(func):
             return self._collective(func, args, kwargs)
         result = run_parts(self, func, args, kwargs)
@@ -195,28 +211,21 @@ class Recorder(OperationMode):
             saved = self._saved.get(storage_id(tensor))
             if saved is not None and saved.nbytes() != tensor.untyped_storage().nbytes():
                 raise RuntimeError(
-                    f"{func._schema.name} resized a tensor from outside the capture from "
-                    f"{saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes; create it "
-                    "with its full size"
+                    f"{func._schema.name} resized a tensor created outside the capture "
+                    f"({saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes); create the "
+                    "tensor with its final size"
                 )
 
     def _add_storage(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's storage to the recording; refuse tensors that are not strided."""
-        if tensor.is_nested:
-            raise HostSyncError("an operation on a nested tensor", "its sizes are on the host")
-        is_strided = tensor.layout is torch.strided and not tensor.is_quantized
-        if tensor.device.type != "cpu" or not is_strided:
-            kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-            raise RuntimeError(
-                f"a {kind} tensor on {tensor.device} cannot be recorded on the tape; "
-                "only strided CPU tensors can be"
-            )
+        """Add a tensor's storage to the recording; refuse tensors that cannot be recorded."""
+        _check_dense(tensor)
         self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())
 
     def _fresh(self, result: Any) -> list[tuple[int, torch.Tensor]]:
-        """Return the results of an operation that have new storages, with their positions."""
+        """Return the results with new storages, and their positions in the flattened result."""
         fresh: list[tuple[int, torch.Tensor]] = []
         for index, tensor in enumerate(flat_tensors(result)):
+            _check_dense(tensor)
             identity = storage_id(tensor)
             known = identity in self.storages
             if not known or any(identity == storage_id(other) for _, other in fresh):
@@ -239,6 +248,7 @@ class Recorder(OperationMode):
 
     def _save(self, tensor: torch.Tensor) -> None:
         """Save a storage from outside the capture before its first write."""
+        _check_dense(tensor)
         identity = storage_id(tensor)
         if identity not in self.own and identity not in self._saved:
             self._add_storage(tensor)

@@ -94,7 +94,7 @@ class TapeSegments:
         self._set_open(True)
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Return False, because each tensor on the tape has its own memory."""
+        """Return False, because tensors that outlive a segment have their own memory."""
         return False
 
     def _set_open(self, is_open: bool) -> None:

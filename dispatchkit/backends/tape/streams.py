@@ -8,8 +8,8 @@ waits for it, or when the scheduler advances its stream. The scheduler interleav
 streams as far as waits allow, so a missing wait exposes old or poisoned data. Equal seeds produce
 equal interleavings.
 
-Work on the default stream is never deferred, and its waits block the host. Tensor operations are
-deferred only inside ``use_stream`` (see deferred.py).
+Tensor operations are deferred only inside ``use_stream`` (see deferred.py). Outside it, work on the
+default stream is not deferred, and its waits block the host.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Work:
 
 
 class Scheduler:
-    """The queues of a deferred tape, and the random choice of the next work.
+    """The queues of a deferred tape, whose work is interleaved at random.
 
     Thread safety: all methods may be called from any thread. The lock is re-entrant, because
     running work may submit more work.
@@ -176,8 +176,8 @@ class TapeStream:
         """
         if self.capturing_thread not in (None, threading.get_ident()):
             raise ReplayError(
-                f"Another thread is capturing on {self!r}, so no other stream can wait for it. "
-                "Wait before or after the capture."
+                f"Another thread is capturing on {self!r}, so no event can be recorded on it, and "
+                "no other stream can wait for it. Do so before or after the capture."
             )
         mark = Mark(self)
         if self.scheduler is not None and self.is_deferred and not capturing_device():
@@ -260,7 +260,7 @@ class TapeEvent:
 
         Raises:
             ConfigError: An event was created without ``timing=True``.
-            ReplayError: An event is not recorded or not done.
+            ReplayError: An event was not recorded, or the work before it is not done.
         """
         if not (self._timing and end._timing):
             raise ConfigError(
@@ -269,8 +269,8 @@ class TapeEvent:
         first, last = self._mark, end._mark
         if first is None or last is None or not (first.done and last.done):
             raise ReplayError(
-                "The time between two events was read before both events were recorded and had "
-                "completed. Record both, then call synchronize() on the second."
+                "The time between two events was read before both were recorded and done. Record "
+                "both, then call synchronize() on the second."
             )
         elapsed_ns: int = last.at_ns - first.at_ns
         return elapsed_ns / 1000.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dispatchkit.backends.capture_guard import HostSyncError
+
 _FUNCTIONAL = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 _BARRIERS = frozenset({"barrier", "monitored_barrier_"})
 
@@ -14,20 +16,22 @@ def is_collective(func: Any) -> bool:
     return bool(func.namespace == "c10d")
 
 
-def refusal(func: Any) -> str:
-    """Return the reason why an operation cannot be recorded, or ""."""
-    name = func._schema.name
+def check_recordable(func: Any) -> None:
+    """Raise RuntimeError for a functional collective."""
     if func.namespace in _FUNCTIONAL:
-        return (
-            f"{name} is a functional collective, which the tape cannot record; use the "
-            "functions of torch.distributed instead"
+        raise RuntimeError(
+            f"{func._schema.name} is a functional collective, which the tape cannot record; use "
+            "the functions of torch.distributed instead, or an eager piece"
         )
-    if is_collective(func) and name.split("::")[1] in _BARRIERS:
-        return (
-            f"{name} makes the host wait for other ranks, which a graph cannot record; call it "
-            "outside the step"
-        )
-    return ""
+
+
+def barrier_error(func: Any) -> HostSyncError | None:
+    """Return a HostSyncError if an operation is a barrier; otherwise None."""
+    name = func._schema.name.split("::")[1]
+    if not is_collective(func) or name not in _BARRIERS:
+        return None
+    call = f"torch.distributed.{name.removesuffix('_')}"
+    return HostSyncError(call, "it makes the host wait for other ranks")
 
 
 def writes_first_argument(func: Any) -> bool:

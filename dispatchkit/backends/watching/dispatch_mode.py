@@ -4,10 +4,10 @@ torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile
 of the wrapper imports Dynamo, which takes seconds, even in a process that never compiles. These
 classes add the wrapper only if Dynamo is already imported when a mode is entered.
 
-A process-wide flag of torch is set while a mode that prevents compilation is active. Each mode
-restores the earlier value on exit (``TorchDispatchMode.__enter__``), so overlapping modes in two
-threads could leave the flag set, which would disable compilation permanently. These classes restore
-the flag when the last mode ends.
+torch sets process-wide flags while a mode is active, one of which disables compilation. On exit,
+each mode restores the values that it found on entry (see ``TorchDispatchMode.__enter__``), so
+overlapping modes in two threads could leave the flags set and disable compilation permanently.
+These classes restore the flags when the last mode ends.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class WeakStorages:
 
 
 class _Overlaps:
-    """A count of active modes, which restores torch's process-wide flags when no mode is active."""
+    """A counter of active modes, which restores torch's flags when the last mode ends."""
 
     _NAMES = (
         "_is_in_torch_dispatch_mode",
@@ -155,7 +155,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because this class itself adds the wrapper (torch 2.12 and later)."""
+        """Return False, because this class adds the wrapper; called by torch 2.12 and later."""
         return False
 
     def __enter__(self) -> Any:
@@ -177,8 +177,8 @@ class DispatchMode(TorchDispatchMode):
         if self.__dict__["_has_begun"].pop():
             FORCE_EAGER.end()
         if not self.__dict__["_had_dynamo"].pop() and dynamo_is_loaded():
-            # Dynamo would permanently skip code that it first encountered under the mode, for
-            # example in torch.cond.
+            # Otherwise, Dynamo would permanently skip code that it first encountered under the
+            # mode, for example in torch.cond.
             torch._dynamo.reset_code_caches()
 
     @classmethod
@@ -218,7 +218,8 @@ class OperationMode(DispatchMode):
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and return its result.
 
-        The frame of the operation's caller is two frames above this method.
+        In this method, ``sys._getframe(2)`` is the frame of the operation's caller, or of Dynamo's
+        wrapper around ``__torch_dispatch__``.
         """
         raise NotImplementedError
 

@@ -13,8 +13,11 @@ from dispatchkit.backends.capture_guard import HostSyncError
 # Operators for which the host reads a tensor to choose or repeat a function. torch 2.13 and later
 # can capture them as graph nodes, but only through private APIs of torch.compile.
 _READ_BY_HOST = {
-    "cond": "the host reads which function to run; torch.where on both results can be captured",
-    "while_loop": "the host reads whether to continue; a loop of fixed length can be captured",
+    "cond": (
+        "the host reads which function to run",
+        "Use torch.where on the results of both functions",
+    ),
+    "while_loop": ("the host reads whether to continue", "Use a loop of fixed length"),
 }
 _READ_BY_HOST["while_loop_stack_output"] = _READ_BY_HOST["while_loop"]
 _PLAIN = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -32,12 +35,16 @@ def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any)
         HostSyncError: The host must read data to run the operator.
     """
     if func._name in _READ_BY_HOST:
-        raise HostSyncError(f"torch.{func._name}", _READ_BY_HOST[func._name])
+        why, instead = _READ_BY_HOST[func._name]
+        next_step = (
+            f"{instead}, or move the call out of the captured function, or into an eager piece."
+        )
+        raise HostSyncError(f"torch.{func._name}", why, next_step)
     kernel = func.py_kernels.get(_PLAIN)
     if kernel is None:
         raise NotImplementedError(
-            f"The operator {func._name!r} cannot be captured, because it has no eager kernel. "
-            "Move it out of the captured function, or into an eager piece."
+            f"the operator {func._name!r} cannot be captured, because it has no eager kernel; "
+            "move it out of the captured function, or into an eager piece"
         )
     with mode:
         return kernel(*args, **kwargs)

@@ -71,7 +71,7 @@ def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) ->
 
 @functools.lru_cache(maxsize=4096)
 def is_composite(func: Any) -> bool:
-    """Return whether an operation is composite."""
+    """Return whether an operation has no kernel of its own, and only calls other operations."""
     name, has_kernel = func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
     return (
         has_kernel(name, _COMPOSITE)
@@ -113,10 +113,11 @@ def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
     if not is_data_dependent(func, args):
         return None
     name = func._schema.name
-    why = "the value or shape of its result depends on data"
+    public = _PUBLIC_NAMES.get(name, name)
     if name in _READS_MASK:
-        why = "create torch.nn.TransformerEncoder with enable_nested_tensor=False to avoid it"
-    return HostSyncError(_PUBLIC_NAMES.get(name, name), why)
+        next_step = "Create torch.nn.TransformerEncoder with enable_nested_tensor=False."
+        return HostSyncError(public, "the host reads the mask", next_step)
+    return HostSyncError(public, "the value or shape of its result depends on data")
 
 
 class Watch(Protocol):
