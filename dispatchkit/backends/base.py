@@ -1,7 +1,8 @@
 """Protocols that every backend must implement.
 
 A backend provides streams, events and memory pools, and captures and replays callables. It makes no
-decisions. Every backend must pass ``BackendTests``. Optional features are in ``optional``.
+decisions. Every backend must pass ``dispatchkit.testing.BackendTests``. Protocols for optional
+features are in ``optional.py``.
 
 The terms are torch's; see "CUDA semantics", section "CUDA Graphs", in torch's documentation. This
 file does not import torch.
@@ -30,8 +31,8 @@ class BackendCapabilities:
         stream_priorities: Whether ``new_stream`` accepts ``priority``; see ``PriorityBackend``.
         steps_during_captures: Whether other threads may run the captured callable, or replay its
             graphs, during a capture. The callable must have no side effects.
-        unwatched_captures: Whether ``capture`` accepts ``watched``, ``notes`` and ``compiled``; see
-            ``UnwatchedCaptureBackend``.
+        unwatched_captures: Whether ``capture`` accepts the arguments that
+            ``UnwatchedCaptureBackend`` adds.
     """
 
     graphs: bool = True
@@ -57,15 +58,15 @@ class Event(Protocol):
         ...
 
     def query(self) -> bool:
-        """Return whether the work before the event is done, without blocking."""
+        """Return whether all work before the event is done, without blocking."""
         ...
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event is done."""
+        """Block the host until all work before the event is done."""
         ...
 
     def elapsed_us(self, end: Event) -> float:
-        """Return the microseconds between this event and a later event; both must be done."""
+        """Return the time to a later event in microseconds; both events must have completed."""
         ...
 
 
@@ -121,8 +122,8 @@ class CapturedGraph(Protocol):
 class GraphBackend(Protocol):
     """A device that captures and replays graphs.
 
-    Thread safety: every method may be called from any thread. ``capture`` holds a lock per device,
-    so only one capture runs at a time.
+    Thread safety: every method may be called from any thread. ``capture`` holds the device's lock,
+    so only one capture runs on a device at a time.
     """
 
     @property
@@ -141,7 +142,7 @@ class GraphBackend(Protocol):
         ...
 
     def device_info(self) -> dict[str, str]:
-        """Return the device name and the driver and library versions, for reports."""
+        """Return the name of the device and the versions of libraries, for reports."""
         ...
 
     # -- streams and events -------------------------------------------------------------
@@ -155,7 +156,7 @@ class GraphBackend(Protocol):
         ...
 
     def new_stream(self) -> Stream:
-        """Return a new stream; raise ConfigError if ``max_streams`` are in use."""
+        """Return a new stream; raise ConfigError if all ``max_streams`` streams are in use."""
         ...
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
@@ -201,7 +202,7 @@ class GraphBackend(Protocol):
         """Capture the callable on a stream into a pool, and return the graph.
 
         A capture does not change random generators or storages outside the graph. Nested captures
-        are refused. Intermediates that user code stores stay alive as long as the graph.
+        are refused. The memory of an intermediate that user code stores is not reused.
 
         The stream must come from ``new_stream()``, because the default stream cannot be captured.
 

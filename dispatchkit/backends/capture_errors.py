@@ -25,9 +25,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables of the frames in an error's traceback.
 
-    The error of a failed key is stored, and would keep all tensors in these variables alive. The
-    frames still reference their functions and closures, so the traceback shows where the error
-    occurred; see ``clear_traceback``.
+    The error of a failed key is stored, and would otherwise keep all tensors in these variables
+    alive. The traceback still shows where the error occurred. Its frames still reference their
+    functions and closures; see ``clear_traceback``.
 
     Args:
         error: Error that the capture raised.
@@ -39,10 +39,10 @@ def clear_frames(error: BaseException, handled: BaseException | None) -> None:
 
 
 def clear_traceback(error: BaseException, handled: BaseException | None) -> None:
-    """Remove the traceback of an unreported error, to free the objects that it references.
+    """Remove an error's traceback, to free the objects that the traceback references.
 
     Clearing the frames is not enough: a cleared frame still references its function and closure
-    (CPython 3.11 and later), and the callable may keep the exception alive.
+    (CPython 3.11 and later), and the callable may keep the error alive.
 
     Args:
         error: Error that the capture raised.
@@ -73,7 +73,7 @@ def origin_of(error: BaseException) -> str:
 
     The location is that of the innermost frame outside torch and dispatchkit. Without such a frame,
     it is that of the innermost frame in a public module of torch, because private modules only
-    forward calls. The result is empty for an error without a traceback.
+    forward calls. If there is neither, the result is empty.
     """
     found = ""
     for module, place in _places(error):
@@ -90,8 +90,8 @@ def origin_of(error: BaseException) -> str:
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield the module and location of each frame of an error, innermost first.
 
-    Frames up to dispatchkit's innermost frame are omitted, because they belong to the caller of the
-    step.
+    The innermost frame of dispatchkit outside its backends and the callers of this frame are
+    omitted, because they are not part of the step.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)
@@ -125,21 +125,22 @@ def capture_error(error: BaseException) -> CaptureError:
     if isinstance(error, RuntimeError) and any(words in text for words in _NOT_CAPTURABLE):
         return CaptureError(
             f"The function used an operation that a stream cannot capture{at}: "
-            f"{text.splitlines()[0]}. Typical causes are copies to or from pageable host "
-            "memory, synchronization inside an extension, and work on the default stream. Move "
-            "the operation out of the captured function, or into an eager piece.",
+            f"{text.splitlines()[0].rstrip('.')}. Typical causes are copies to or from pageable "
+            "host memory, synchronization inside an extension, and work on the default stream. "
+            "Move the operation out of the captured function, or into an eager piece.",
             reason="host_sync",
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
     ):
         return CaptureError(
-            f"The capture ran out of memory: {error}. Capture fewer or smaller sizes, or "
-            "let runners share a graph pool (GraphMemory).",
+            f"The capture ran out of memory: {error}".rstrip(": .")
+            + ". Capture fewer or smaller sizes, or let runners share "
+            "a GraphMemory.",
             reason="out_of_memory",
         )
     return CaptureError(
-        f"The function failed during capture{at}: {type(error).__name__}: {error}. Call the "
-        "function directly to check whether it also fails outside a capture.",
+        f"The function failed during capture{at}: {type(error).__name__}: {error}".rstrip(": .")
+        + ". Call the function directly to check whether it also fails outside a capture.",
         reason="error",
     )

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class HostSyncError(RuntimeError):
-    """Raised for a call that waits for the device during a capture.
+    """Raised for a call that a capture does not allow, such as a wait for the device.
 
     Args:
         call: Name of the refused call, for the message.
@@ -60,10 +60,10 @@ def capturing_device() -> str:
     return _thread.device
 
 
-def refuse_in_capture(call: str) -> None:
+def refuse_in_capture(call: str, why: str = "it waits for the device") -> None:
     """Raise HostSyncError if this thread is inside a capture."""
     if capturing_device():
-        raise HostSyncError(call)
+        raise HostSyncError(call, why)
 
 
 def _lock_of(device: str) -> threading.Lock:
@@ -74,8 +74,8 @@ def _lock_of(device: str) -> threading.Lock:
 class _CollectorHold:
     """The switch that disables the garbage collector during captures.
 
-    Captures on different devices may overlap. The first capture saves the collector's setting, and
-    the last capture restores it.
+    Captures on different devices may overlap. The first one to begin saves the collector's setting,
+    and the last one to end restores it.
     """
 
     def __init__(self) -> None:
@@ -127,10 +127,11 @@ def is_any_capturing() -> bool:
 def refuse_nested(device: str) -> None:
     """Raise CaptureError if this thread is already inside a capture."""
     if outer := _thread.device or _thread.paused:
+        # Between segments, calls are not recorded.
+        recorded = ": the outer capture records it" if _thread.device else ""
         raise CaptureError(
             f"A capture on {device!r} was started inside a capture on {outer!r} in the same "
-            "thread; captures cannot be nested. Call the inner function directly: the outer "
-            "capture records it.",
+            f"thread; captures cannot be nested. Call the inner function directly{recorded}.",
             reason="nested",
         )
 

@@ -1,8 +1,8 @@
 """Optional backend protocols, and ``features_of`` to find those that a backend offers.
 
 A backend implements the protocols that its device supports. It offers a protocol by defining the
-protocol's methods. If a protocol only adds arguments to a required method, the backend declares it
-in a field of ``BackendCapabilities``.
+protocol's methods. If a protocol adds arguments to a required method, the backend offers it by
+setting a field of ``BackendCapabilities``.
 
 Without a protocol, the runner uses an alternative: a warmup instead of a rehearsal, ``replay``
 instead of a direct launch, or copies by torch instead of a copy node. ``BackendTests`` tests all

@@ -76,7 +76,8 @@ def results_of(rows, number, bucket):
 def test_such_a_graph_has_no_copy_of_host_memory():
     runner = runner_of(doubled, HOST)
     plain = runner_of(doubled, HOST, backend=CudaBackend(0, copy_node=False))
-    assert plain.controls.input_path(key_of(8)) == "staging: switched off"
+    why = "the backend was created with copy_node=False"
+    assert plain.controls.input_path(key_of(8)) == f"staging: {why}"
     kinds = [
         kinds_of_nodes(one.lanes[0].lifecycle.live()[key_of(8)].graphs[0])
         for one in (runner, plain)

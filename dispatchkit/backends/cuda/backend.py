@@ -65,15 +65,15 @@ class CudaBackend:
 
     Args:
         device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None for the current device.
-        capture_error_mode: Which calls other threads may make during a capture; see
-            ``torch.cuda.graph``. ``"thread_local"`` allows other threads to copy, allocate and
-            poll.
-        refuse_host_syncs: Whether to refuse calls that wait for the device. The error names the
-            call, and is raised before the driver would invalidate the capture. Set it to False only
-            for functions that fail under a dispatch mode. Functions wrapped in torch.compile work
-            under a dispatch mode. If False, torch or the driver refuses the calls without naming
-            them, and an error that torch raises and the function catches is not detected. Failed
-            captures are cleaned up in either case.
+        capture_error_mode: Which calls the driver allows during a capture: ``"thread_local"``,
+            ``"global"`` or ``"relaxed"``, as for ``torch.cuda.graph``. Unlike ``"global"``,
+            ``"thread_local"`` allows other threads to copy, allocate and query events.
+        refuse_host_syncs: Whether to refuse calls that wait for the device, with an error that
+            names the call, before the driver invalidates the capture. Set this to False only for
+            functions that fail under a dispatch mode; functions wrapped in torch.compile work under
+            such a mode. If False, torch or the driver refuses the calls without naming them, and an
+            error that torch raises and the function catches is not detected. Failed captures are
+            cleaned up in either case.
         copy_node: Whether graphs begin with a kernel that copies small inputs, if the kernel is
             available. Otherwise, torch copies device inputs before each launch, and graphs copy
             host inputs from pinned memory.
@@ -136,7 +136,7 @@ class CudaBackend:
         )
 
     def device_info(self) -> dict[str, str]:
-        """Return the device name and library versions, for reports."""
+        """Return the name of the device and the versions of libraries, for reports."""
         properties = torch.cuda.get_device_properties(self._index)
         return {
             "device": properties.name,
@@ -187,12 +187,12 @@ class CudaBackend:
         return CudaEvent(self._index, timing=timing)
 
     def direct_launch(self, graph: Any) -> tuple[LaunchCall, Any] | None:
-        """Return the runtime's launch function and the graph's handle, or None.
+        """Return the runtime's launch function and the graph's handle, or None if unsupported.
 
         Raises:
             ReplayError: The graph was released.
         """
-        handle = getattr(graph, "raw_exec_handle", None)  # None: captured by other code
+        handle = getattr(graph, "raw_exec_handle", None)  # None for other objects with replay()
         call = None if handle is None else direct_launch(self._index)
         return None if call is None else (call, ctypes.c_void_p(handle))
 
@@ -202,10 +202,10 @@ class CudaBackend:
         Args:
             num_regions: Number of inputs to copy.
             num_bytes: Size of the largest input in bytes.
-            data_bytes: Total bytes of the inputs in host memory.
+            data_bytes: Total size in bytes of the host inputs.
         """
         if not self._has_copy_node:
-            return "switched off"
+            return "the backend was created with copy_node=False"
         return copy_node(self._index, num_regions, num_bytes, data_bytes)
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
@@ -234,8 +234,8 @@ class CudaBackend:
     def pool_bytes(self, pool: Any) -> int:
         """Return the bytes that the pool currently reserves; 0 if no graph uses it.
 
-        Unless a capture is running, this also frees the memory that torch keeps for unused pools.
-        Do not call this method in every step.
+        Unless a capture is running, this also frees the memory that torch keeps for unused pools,
+        which synchronizes with the device. Do not call this method in every step.
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
@@ -347,8 +347,8 @@ class CudaBackend:
     ) -> CudaGraph:
         """Capture the callable on a stream into a pool, without running it on the device.
 
-        torch registers the default generator; ``generators`` must contain all other generators that
-        the callable uses. Host generators are used only during the capture, not in replays.
+        torch registers the default generator; ``generators`` must contain all other CUDA generators
+        that the callable uses. Host generators draw only during the capture, not in replays.
 
         During the capture of a callable that may draw, torch (up to 2.12) refuses eager draws from
         the default generator in other threads.
@@ -357,7 +357,7 @@ class CudaBackend:
             run: The callable to capture.
             stream: A stream from ``new_stream()``, on which the callable is captured.
             pool: The pool for the graph's memory.
-            generators: Random generators, except the default generator.
+            generators: CUDA random generators, except the default generator.
             watched: Whether to watch each operation, which takes several microseconds per
                 operation. A watch is not required if an earlier capture watched the same
                 operations. Unwatched operations that cannot be captured fail with the driver's
@@ -399,7 +399,10 @@ class CudaBackend:
             destroy_pending()
 
     def _in_order(self, stream: Any, capture: Callable[[], _T], draws: bool) -> _T:
-        """Run a capture on a stream, ordered with other graphs that draw; return its result."""
+        """Run a capture on a stream, and return its result.
+
+        If the capture may draw, it runs in order with graphs that draw.
+        """
         use = UseStream(stream.raw)
         try:
             with use:
@@ -477,7 +480,7 @@ class CudaBackend:
             generators,
             watch,
             holds=[] if seen is None else seen.outside(pool.segments(self._index)),
-            # If not all operations were watched, the first replay determines whether the graph
+            # Unless all operations were watched, only the first replay shows whether the graph
             # draws.
             draws=draws and (watch.draws or not watched or compiled),
         )

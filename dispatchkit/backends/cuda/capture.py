@@ -34,8 +34,8 @@ class CaptureAttempt:
         pool: The pool for the graph's memory.
         generators: Random generators to register, except the default generator.
         mode: torch's ``capture_error_mode``.
-        begin_by: Function that calls its argument, torch's ``capture_begin``. None to call
-            ``capture_begin`` directly.
+        begin_by: Function that calls its argument, which begins the capture. None to begin the
+            capture directly.
 
     Attributes:
         graph: torch's object for the graph.

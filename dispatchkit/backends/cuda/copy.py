@@ -36,15 +36,16 @@ import torch
 from dispatchkit.backends.cuda.driver import DriverCallError, driver_library
 from dispatchkit.backends.optional import CopyRegion
 
-#: Capacities of the kernels for host data, in bytes. CUDA limits all parameters to 32,764 bytes.
+#: Capacities of the kernels for host data, in bytes. CUDA limits the parameters of a kernel to
+#: 32,764 bytes in all.
 CAPACITIES = (16, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
 #: Maximum number of inputs of a node.
 MAX_REGIONS = 16
-#: Bytes of parameters that every driver allows. More bytes require PTX ISA 8.1 (CUDA 12.1).
+#: Bytes of parameters that every driver supports. Larger kernels require PTX ISA 8.1 (CUDA 12.1).
 _PLAIN_PARAMETERS = 4096
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
 _KERNEL_NODE = 0
-# Options of the PTX compiler for its log buffer and the buffer's size.
+# Options of the PTX compiler for a log buffer and for its size, and the size in bytes.
 _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 
 
@@ -151,13 +152,13 @@ class CopyNode:
         """Queue the node on a capturing stream (a raw handle), before any other work."""
         code = launch_once(self._kernel, self._grid, self._nothing, stream, self.data)
         if code:
-            self._problem = f"the capture of the node failed with CUDA error {code}"
+            self._problem = f"the copy node could not be captured: CUDA error {code}"
 
     def attach(self, graph: Any) -> str:
         """Find the node in its captured graph; return the problem, or ``""``."""
         raw, handle = (getattr(graph, f"raw_{what}_handle", None) for what in ("graph", "exec"))
         if self._problem or raw is None or handle is None:
-            return self._problem or "the graph does not expose its handle"
+            return self._problem or "the graph does not expose its handles"
         found = self._kernel.find(raw)
         if isinstance(found, str):
             return found
@@ -216,7 +217,7 @@ class CopyNode:
         return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
-        """Return a pointer that keeps new node parameters and their arguments alive."""
+        """Return a pointer to new node parameters; it keeps them and their arguments alive."""
         arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)
@@ -253,7 +254,7 @@ def copy_node(device_index: int, num_regions: int, num_bytes: int, data: int) ->
 
 @lru_cache(maxsize=64)
 def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel | str:
-    """Load the kernel on a device; return it, or why it cannot be loaded.
+    """Load the kernel on a device; return it, or why it is unavailable.
 
     Do not call this function inside a capture.
     """
@@ -265,8 +266,8 @@ def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel 
             # The driver's setup for the first launch must not happen inside a capture.
             code = launch_once(kernel, (1, 1, 1), Work(), stream, (ctypes.c_ubyte * capacity)())
     except (DriverCallError, AttributeError, RuntimeError) as error:
-        return f"the kernel cannot be loaded: {error}"
-    return f"the kernel's launch failed with CUDA error {code}" if code else kernel
+        return f"the copy kernel cannot be loaded: {error}"
+    return f"the copy kernel cannot be launched: CUDA error {code}" if code else kernel
 
 
 def kernel_text(capacity: int) -> str:
@@ -310,14 +311,16 @@ def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> i
     node, count, kind = ctypes.c_void_p(), ctypes.c_size_t(0), ctypes.c_int(-1)
     raw, params = ctypes.c_void_p(graph), NodeParams()
     code = driver.cuGraphGetRootNodes(raw, None, ctypes.byref(count))
-    if code or count.value != 1:
-        return f"the graph begins with {count.value} nodes (CUDA error {code})"
-    code = driver.cuGraphGetRootNodes(raw, ctypes.byref(node), ctypes.byref(count))
+    if not code and count.value != 1:
+        return f"the graph begins with {count.value} nodes instead of the copy node"
+    code = code or driver.cuGraphGetRootNodes(raw, ctypes.byref(node), ctypes.byref(count))
     code = code or driver.cuGraphNodeGetType(node, ctypes.byref(kind))
-    if code or kind.value != _KERNEL_NODE:
-        return f"the graph begins with a node of kind {kind.value} (CUDA error {code})"
-    code = driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params))
+    if not code and kind.value != _KERNEL_NODE:
+        return "the graph begins with a node that is not a kernel"
+    code = code or driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params))
+    if code:
+        return f"the first node of the graph cannot be read: CUDA error {code}"
     # No other kernel may receive this kernel's arguments.
-    if code or params.function != function.value:
-        return f"the graph begins with a different kernel (CUDA error {code})"
+    if params.function != function.value:
+        return "the graph begins with a different kernel"
     return node.value or 0

@@ -7,8 +7,8 @@ unexpectedly" (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_begin``; CUDAGenerato
 ``capture_prologue`` and ``increase``). Later versions register a state when a captured operation
 draws from it (pytorch/pytorch#176753).
 
-For captures that draw no random numbers, this module therefore replaces the state by a second state
-with the same seed and offset, which torch then registers. When torch registers a state for its
+For captures that draw no random numbers, this module therefore replaces the state with a second
+state of equal seed and offset, which torch then registers. When torch registers a state for its
 first graph, it allocates memory before it marks the state. A dispatch mode intercepts this
 allocation and restores the first state, advanced to the offset of the second. Threads that draw in
 the meantime get the same numbers as without the replacement.
@@ -56,7 +56,7 @@ def begin_allowing_draws(begin: Callable[[], None], device_index: int) -> None:
 
 
 def _restore(exchange: _Exchange, device_index: int) -> None:
-    if exchange.is_on:  # torch registered no state, or failed before
+    if exchange.is_on:  # torch registered no state, or failed before it did
         # A generator can be read and set only while the current stream is not capturing.
         with UseStream(torch.cuda.default_stream(device_index)):
             exchange.end()

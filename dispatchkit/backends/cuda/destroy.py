@@ -1,4 +1,4 @@
-"""Destroy CUDA graphs and free their memory when no capture runs."""
+"""Destroy CUDA graphs and free their memory while no capture is running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PendingDestroy(NamedTuple):
-    """A released graph that is not destroyed yet.
+    """A released graph that has not been destroyed yet.
 
     Attributes:
         graph: torch's object for the graph.
@@ -47,7 +47,7 @@ _pending: deque[PendingDestroy] = deque()
 
 
 def destroy_later(graph: PendingDestroy) -> None:
-    """Destroy a graph, or defer it while a capture is running."""
+    """Destroy a graph now, or after the captures that are running."""
     _pending.append(graph)
     destroy_pending()
 

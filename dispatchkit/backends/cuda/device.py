@@ -15,20 +15,25 @@ def require_cuda() -> None:
     """Raise BackendUnavailableError if torch cannot use a CUDA device."""
     if not torch.backends.cuda.is_built():
         raise BackendUnavailableError(
-            f"The backend 'cuda' requires a build of torch with CUDA, but {torch.__version__} is "
-            "built without it. Install a CUDA build, or use the backend 'tape'."
+            "The backend 'cuda' requires a build of torch with CUDA, but torch "
+            f"{torch.__version__} was built without it. Install a build with CUDA, or use the "
+            "backend 'tape'."
         )
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
+        hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+        unset = "" if visible is None else "unset CUDA_VISIBLE_DEVICES, "
         raise BackendUnavailableError(
-            "The backend 'cuda' requires a CUDA device, but torch found no driver or no device."
-            f"{hidden} Check nvidia-smi, or use the backend 'tape'."
+            "The backend 'cuda' requires a CUDA device, but torch found no driver or device"
+            f"{hidden}. Check the driver with nvidia-smi, {unset}or use the backend 'tape'."
         )
 
 
 def device_index(device: Any) -> int:
-    """Return the index of a CUDA device; None is the current device.
+    """Return the index of a CUDA device.
+
+    Args:
+        device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None for the current device.
 
     Raises:
         ConfigError: The value is not a CUDA device, or no device has this index.

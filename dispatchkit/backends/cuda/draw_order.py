@@ -29,8 +29,9 @@ _T = TypeVar("_T")
 class DrawOrder:
     """The order of captures and graphs that draw random numbers on one device.
 
-    Thread safety: all methods may be called from any thread, and hold one lock. A capture that may
-    draw holds the lock until its end, because torch 2.11 rejects draws of graphs during a capture.
+    Thread safety: all methods may be called from any thread. Launches and captures hold one lock. A
+    capture that may draw holds it until its end, because during a capture, torch 2.11 rejects
+    replays of graphs that draw.
 
     Args:
         device_index: Index of the CUDA device whose graphs are ordered.
@@ -55,9 +56,9 @@ class DrawOrder:
         """
         if torch.cuda.is_current_stream_capturing():
             raise ReplayError(
-                "A graph that may draw random numbers was replayed inside a capture. The graph of "
-                "that capture would draw the same numbers in every replay. Call the captured "
-                "function instead of replaying its graph."
+                "A graph that may draw random numbers was replayed inside a capture. The new graph "
+                "would draw the same numbers in every replay. Instead of replaying the graph, call "
+                "the function that it was captured from."
             )
         with self._lock:
             if torch._C._cuda_getCurrentRawStream(self._index) != self._handle:
@@ -71,7 +72,7 @@ class DrawOrder:
         """Run a capture after all earlier launches and captures, and return its result.
 
         Args:
-            stream: The current stream, which captures.
+            stream: The current stream, on which the capture runs.
             run: Function that captures, and returns the result.
         """
         with self._lock:

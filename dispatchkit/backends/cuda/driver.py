@@ -1,8 +1,8 @@
 """Driver calls that torch does not offer: begin and discard captures, and count nodes.
 
-When torch ends a capture, it also updates its own state. If the driver cannot end an invalidated
-capture, torch skips these updates. repair.py therefore discards the invalidated capture and begins
-an empty one, which torch can end.
+When torch ends a capture, it also updates its own state. Ending an invalidated capture fails, and
+torch then skips these updates. repair.py therefore discards the invalidated capture and begins an
+empty one, which torch can end.
 
 Source: CUDA Driver API, "Stream Management", "Graph Management".
 """
@@ -72,7 +72,7 @@ def leave_stream_capture(stream: int) -> None:
 
 
 def count_nodes(graph: int) -> int:
-    """Return the number of nodes (kernels, copies and fills) of a graph.
+    """Return the number of nodes of a graph, such as kernels, copies and fills.
 
     Args:
         graph: Raw handle of the captured graph, not of the instantiated graph.

@@ -80,7 +80,7 @@ class CudaPool:
         return self._handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; without graphs, torch frees its pool."""
+        """Decrement the count of graphs; at 0, torch frees its pool."""
         if handle != self._handle:
             idle_memory.note_end()
             return

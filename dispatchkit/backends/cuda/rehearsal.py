@@ -55,7 +55,7 @@ def _total(segments: Iterable[Segment], device_index: int) -> int:
 
 
 def _is_copy(segments: Iterable[Segment], originals: Iterable[Segment]) -> bool:
-    """Return whether two lists of segments have the same layout of used blocks."""
+    """Return whether two lists of segments have the same layout of used and free blocks."""
 
     def shapes(of: Iterable[Segment]) -> list[Any]:
         return sorted(

@@ -2,9 +2,9 @@
 
 There are two kinds of failure. If the callable raises a Python exception, the capture is still
 valid: it is ended, and its graph is discarded. If the callable makes a call that the driver
-    refuses, the capture is invalidated. Ending the capture fails, and torch then does not update
-    its own state as it would after a success (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``).
-    In torch 2.11:
+refuses, the capture is invalidated. Ending the capture fails, and torch then does not update its
+own state as it would after a success (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``). In torch
+2.11:
 
 - The device and host allocators keep serving the stream's allocations from the graph's pool.
 - The pool counts one user too many, so its memory is never freed.
@@ -12,10 +12,10 @@ valid: it is ended, and its graph is discarded. If the callable makes a call tha
 
 In torch 2.13, only the number of users is wrong.
 
-Most of these calls are therefore refused before they reach the driver (watch.py). For other calls,
-``repair`` replaces the invalidated capture with an empty capture, which torch can end. This module
-never changes torch's internal state. If the replacement fails, the graph and the pool are
-abandoned.
+Most calls that the driver would refuse are therefore refused earlier (watch.py). After other calls,
+``repair`` replaces the invalidated capture with an empty capture, which torch can end. If the
+replacement fails, the graph is kept until the process exits. The pool is then abandoned only if a
+capture into it fails, too.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def restore_generators(device_index: int, generators: Iterable[Any], mode: str) 
 def _capture_small_graph(
     device_index: int, handle: Any, generators: Iterable[Any], mode: str
 ) -> bool:
-    """Capture and discard a small kernel; return whether it succeeded."""
+    """Capture and discard a small kernel; return whether this succeeded."""
     spare = torch.zeros(1, device=f"cuda:{device_index}")
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in generators:

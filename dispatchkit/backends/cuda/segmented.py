@@ -105,9 +105,9 @@ class CudaSegments:
             raise CaptureError("No segment is open. Call begin() first.")
         if torch.cuda.current_stream(self._stream.device_index) != self._stream:
             raise CaptureError(
-                "A segment must end on the stream that it was captured on, but a different stream "
-                "is current. Before the break, make the captured stream wait for the current "
-                "stream, then make the captured stream current again."
+                "A segment must end on the stream on which it began, but a different stream is "
+                "current. Before the break, make the first stream wait for the current stream "
+                "(wait_stream), then make the first stream current again."
             )
         if self._watch is not None:
             self._watch.raise_swallowed_error()

@@ -69,7 +69,8 @@ def build(target: Path) -> None:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
             raise UnavailableError(
-                f"the C compiler {compiler[0]!r} is not installed; install it, or set CC"
+                f"the C compiler {compiler[0]!r} is not installed; install it, or set CC or "
+                f"{LIBRARY_VARIABLE}"
             ) from None
         except subprocess.CalledProcessError as error:
             raise UnavailableError(
@@ -82,11 +83,16 @@ def build(target: Path) -> None:
 def load_allocator() -> Allocator:
     """Return the allocator of this process, compiling it on first use.
 
+    It is not compiled if ``DISPATCHKIT_SLEEP_LIBRARY`` names a compiled allocator.
+
     Raises:
         UnavailableError: The allocator cannot be used on this machine.
     """
-    if torch.cuda.get_allocator_backend() != "native":
-        raise UnavailableError("torch's current allocator does not support pools; use 'native'")
+    allocator = torch.cuda.get_allocator_backend()
+    if allocator != "native":
+        raise UnavailableError(
+            f"torch's allocator {allocator!r} does not support pools; use 'native', the default"
+        )
     named = os.environ.get(LIBRARY_VARIABLE)
     if named:
         path = Path(named)
@@ -113,7 +119,7 @@ class SleepingPool(CudaPool):
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
-        # torch pools in use, by handle, with their number of graphs.
+        # torch pools in use, and the numbers of their graphs, by handle.
         self._pools: dict[Any, torch.cuda.MemPool] = {}
         self._uses_of: Counter[Any] = Counter()
         self._asleep: list[int] = []
@@ -126,7 +132,7 @@ class SleepingPool(CudaPool):
         return handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; without graphs, torch frees its pool."""
+        """Decrement the count of graphs; at 0, torch frees its pool."""
         self._uses_of[handle] -= 1
         super().give_back(handle)
         if not self._uses_of[handle] and handle != self._handle:

@@ -208,7 +208,7 @@ def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> se
 
 @PerOperation
 def _properties_of(func: Any) -> tuple[bool, bool, bool]:
-    """Return three flags: whether an operation may wait, is a copy, or hides other operations."""
+    """Return whether an operation may wait, whether it is a copy, and whether it is composite."""
     if not isinstance(func, torch._ops.OpOverload):
         return False, False, True
     name = func._schema.name

@@ -208,7 +208,7 @@ class TapeStream:
 
     def query(self) -> bool:
         """Return whether all queued work is done, without blocking."""
-        refuse_in_capture("Stream.query()")
+        refuse_in_capture("Stream.query()", "it queries the device")
         return self.scheduler is None or self.scheduler.is_idle(self)
 
     def synchronize(self) -> None:
@@ -245,7 +245,7 @@ class TapeEvent:
 
     def query(self) -> bool:
         """Return whether the work before the event is done, without blocking."""
-        refuse_in_capture("Event.query()")
+        refuse_in_capture("Event.query()", "it queries the device")
         return self._mark is None or self._mark.done
 
     def synchronize(self) -> None:
