@@ -41,7 +41,7 @@ class RehearsingBackend(Protocol):
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return an upper bound for the pool's growth in a capture, in bytes.
+        """Return an upper bound on the pool's growth in a capture, in bytes.
 
         The callable runs once on the stream, as in a warmup, and the caller restores the state that
         the callable changes. The pool does not change.

@@ -59,23 +59,22 @@ def build(target: Path) -> None:
     """Compile the allocator to a shared library, with the compiler named by ``CC``, or ``cc``.
 
     Raises:
-        UnavailableError: The compiler is not installed or fails.
+        UnavailableError: The compiler cannot be run, or fails.
     """
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder, target.name)
         command = [*compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(_SOURCE)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
-        except FileNotFoundError:
+        except OSError as error:
             raise UnavailableError(
-                f"the C compiler {compiler[0]!r} is not installed; install it, or set CC or "
-                f"{LIBRARY_VARIABLE}"
+                f"the C compiler {compiler[0]!r} cannot be run ({error.strerror}); install it, set "
+                f"CC to another compiler, or set {LIBRARY_VARIABLE} to a compiled allocator"
             ) from None
         except subprocess.CalledProcessError as error:
-            raise UnavailableError(
-                f"the C compiler {compiler[0]!r} failed: {error.stderr[:200]}"
-            ) from None
+            problem = " ".join(error.stderr.split())[:200] or f"exit status {error.returncode}"
+            raise UnavailableError(f"the C compiler {compiler[0]!r} failed: {problem}") from None
         made.replace(target)  # atomic, because another process may also build it
 
 

@@ -93,7 +93,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """An event of one device; timing events measure device time."""
+    """An event on one device; timing events measure device time."""
 
     def __init__(self, device_index: int, *, timing: bool) -> None:
         self._device_index = device_index
