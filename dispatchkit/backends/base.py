@@ -119,6 +119,7 @@ class CapturedGraph(Protocol):
         ...
 
 
+@runtime_checkable
 class GraphBackend(Protocol):
     """A device that captures and replays graphs.
 

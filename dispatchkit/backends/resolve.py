@@ -8,6 +8,7 @@ from typing import Any
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
+from dispatchkit.keys.checks import check_instance
 
 _logger = logging.getLogger(__name__)
 
@@ -42,13 +43,9 @@ def resolve_backend(
     """
     if not isinstance(spec, str):
         missing = [name for name in _REQUIRED if not hasattr(spec, name)]
-        if missing:
-            raise ConfigError(
-                "backend",
-                spec,
-                "a name, such as 'cuda' or 'tape', or a GraphBackend",
-                f"The object lacks {', '.join(missing)}.",
-            )
+        hint = f"The object lacks {', '.join(missing)}."
+        allowed = "a name, such as 'cuda' or 'tape', or a GraphBackend"
+        check_instance(spec, GraphBackend, "backend", hint, allowed=allowed)
         if device is not None:
             hint = f"The object runs on {spec.torch_device}."
             raise ConfigError("device", device, "omitted if the backend is an object", hint)

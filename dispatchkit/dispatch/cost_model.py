@@ -13,7 +13,7 @@ import attrs
 
 from dispatchkit.dispatch.decision import Decision
 from dispatchkit.distributions import load_attribute
-from dispatchkit.errors import ConfigError
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.modes import RuntimeMode
 
 _ALLOWED = "an object with name, step_us and covers (see dispatchkit.dispatch.CostModel)"
@@ -120,6 +120,4 @@ def find_cost_model(model: CostModel | str) -> CostModel:
         load = load_attribute("load_cost_model", f"Looking up cost model {model!r}")
         found: CostModel = load(model)
         return found
-    if not isinstance(model, CostModel):
-        raise ConfigError("cost_model", model, _ALLOWED)
-    return model
+    return check_instance(model, CostModel, "cost_model", allowed=_ALLOWED)

@@ -18,6 +18,7 @@ from dispatchkit.errors import ConfigError, InputError, counted
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.keys.checks import check_instance
 
 Results = Literal["token", "item"]
 
@@ -57,15 +58,14 @@ class PackedRunner:
         items: str = "items",
         results: Results | Sequence[Results] = "token",
     ) -> None:
-        if not isinstance(runner, GraphRunner):
-            raise ConfigError(
-                "runner",
-                runner,
-                "a GraphRunner",
-                "A RankedRunner cannot pack items, because its ranks would run different "
-                "numbers of steps. Pack the items first, call the runner once per bin, "
-                "and call idle() on ranks that have fewer bins.",
-            )
+        check_instance(
+            runner,
+            GraphRunner,
+            "runner",
+            "A RankedRunner cannot pack items, because its ranks would run different numbers of "
+            "steps. Pack the items first, call the runner once per bin, and call idle() on ranks "
+            "that have fewer bins.",
+        )
         axes = {axis.name: axis for axis in runner.config.axes}
         if set(axes) != {items}:
             allowed = "the name of the runner's only axis"

@@ -22,7 +22,7 @@ from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.keys.axes import Axis
-from dispatchkit.keys.checks import check_flag
+from dispatchkit.keys.checks import check_flag, check_instance
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
 from dispatchkit.keys.records import changed_settings
@@ -85,8 +85,7 @@ class RunnerSpec:
             ConfigError: An argument is invalid, or two arguments contradict each other.
         """
         options = RunnerOptions() if options is None else options
-        if not isinstance(options, RunnerOptions):
-            raise ConfigError("options", options, "a RunnerOptions object")
+        check_instance(options, RunnerOptions, "options")
         if inputs is None and example is None:
             hint = "Write inputs={'x': StaticInput((None, 16), 'float32')}, for example."
             raise ConfigError("inputs", None, "given unless example is given", hint)

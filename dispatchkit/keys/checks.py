@@ -123,24 +123,37 @@ def check_flag(value: Any, setting: str) -> bool:
     return bool(value)
 
 
-def check_instance(value: Any, kind: type[_T], setting: str, hint: str = "") -> _T:
+def check_instance(
+    value: Any, kind: type[_T], setting: str, hint: str = "", *, allowed: str = ""
+) -> _T:
     """Validate the type of an object given for a setting, and return the object.
 
     Args:
-        value: Object to check.
-        kind: Required type of the object.
+        value: Object to check. A class is rejected, although ``isinstance`` would accept it for a
+            protocol whose methods it defines.
+        kind: Required type of the object, a class or a runtime-checkable protocol.
         setting: Name of the setting, for the error message.
-        hint: Next step, for the error message.
+        hint: Next step, for the error message; by default, to pass an instance if ``value`` is a
+            class.
+        allowed: The allowed values, for the error message; by default, an object of this type.
 
     Raises:
         ConfigError: The object has the wrong type.
     """
-    if not isinstance(value, kind):
+    if isinstance(value, type) or not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        if isinstance(value, type) and issubclass(value, kind):
+        if isinstance(value, type) and _is_a(value, kind):
             hint = f"Pass an instance: {value.__name__}(...)."
-        raise ConfigError(setting, value, f"{article} {kind.__name__}", hint)
+        raise ConfigError(setting, value, allowed or f"{article} {kind.__name__}", hint)
     return value
+
+
+def _is_a(given: type, kind: type) -> bool:
+    """Return whether instances of a class would pass as instances of a type or protocol."""
+    try:
+        return issubclass(given, kind)
+    except TypeError:  # a protocol with attributes; the class may set them in its constructor
+        return isinstance(given, kind)
 
 
 def read_flag(value: Any, setting: str) -> bool:

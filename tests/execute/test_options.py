@@ -129,7 +129,7 @@ def test_objects_that_choose_have_places_of_their_own():
 def test_graphed_refuses_them_before_the_first_call():
     with pytest.raises(ConfigError, match=r"options=RunnerOptions\(strict=True\)"):
         graphed(double, strict=True)
-    with pytest.raises(ConfigError, match="options must be a RunnerOptions object"):
+    with pytest.raises(ConfigError, match="options must be a RunnerOptions"):
         graphed(double, options={"strict": True})
 
 

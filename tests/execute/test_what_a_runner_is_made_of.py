@@ -257,7 +257,9 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
         ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
         ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
         ({"sizes": 8}, r"sizes must be a list .* For one size, give \[8\]"),
-        ({"options": {"strict": True}}, "options must be a RunnerOptions object"),
+        ({"options": {"strict": True}}, "options must be a RunnerOptions"),
+        ({"options": RunnerOptions}, r"Pass an instance: RunnerOptions\(\.\.\.\)"),
+        ({"backend": TapeBackend}, r"Pass an instance: TapeBackend\(\.\.\.\)"),
         ({"state": torch.zeros(3)}, r"state must be a list of tensors.*state=\[tensor\]"),
     ],
 )

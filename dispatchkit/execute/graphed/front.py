@@ -22,7 +22,7 @@ from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import RunnerSpec, check_names
 from dispatchkit.keys.capture_sizes import CaptureSizeWarning
-from dispatchkit.keys.checks import check_flag, whole_number
+from dispatchkit.keys.checks import check_flag, check_instance, whole_number
 from dispatchkit.keys.records import changed_settings
 from dispatchkit.options import DERIVED, RunnerOptions, refuse_moved
 
@@ -108,9 +108,7 @@ def graphed(
     refuse_moved(settings)
     _check_settings(settings)
     _check_example(example)
-    options = settings.pop("options", RunnerOptions())
-    if not isinstance(options, RunnerOptions):
-        raise ConfigError("options", options, "a RunnerOptions object")
+    options = check_instance(settings.pop("options", RunnerOptions()), RunnerOptions, "options")
     if check_flag(pieces, "pieces"):
         if "mode" in settings or "mode" in changed_settings(options.config):
             hint = "pieces=True selects mode='PIECEWISE'. Omit one of them."

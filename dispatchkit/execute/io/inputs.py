@@ -19,6 +19,7 @@ from dispatchkit.execute.io.host_arrays import (
 )
 from dispatchkit.execute.io.input_errors import bind_or_raise, validate
 from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.keys.checks import check_instance
 
 # Maximum number of batch sizes whose expected properties are cached.
 MAX_KEPT_SIZES = 4096
@@ -49,9 +50,8 @@ class InputSet:
 
     def __init__(self, specs: Mapping[str, StaticInput], device: torch.device) -> None:
         for name, spec in specs.items():
-            if not isinstance(spec, StaticInput):
-                hint = 'Declare it as StaticInput((None, 16), "float32"), with its own shape.'
-                raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput", hint)
+            hint = 'Declare it as StaticInput((None, 16), "float32"), with its own shape.'
+            check_instance(spec, StaticInput, f"inputs[{name!r}]", hint)
             if spec.named:
                 raise ConfigError(
                     f"inputs[{name!r}]",

@@ -22,6 +22,7 @@ from dispatchkit.execute.lane import Chain
 from dispatchkit.execute.lanes.chooser import LaneChooser
 from dispatchkit.execute.memory import PoolGroup, Turns
 from dispatchkit.execute.setup import RunnerSpec, make_policy
+from dispatchkit.keys.checks import check_instance
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
@@ -174,10 +175,8 @@ def _lane_policy(
                 "Omit lane_policy and lane_policy_options.",
                 message="The lane policy must be given in only one place, but Lanes also has one.",
             )
-        if isinstance(policy, type):
-            hint = f"Pass an instance: {policy.__name__}(...)."
-            raise ConfigError("lane policy", policy, "an object with a method choose()", hint)
-        return policy, "", plugins
+        allowed = "an object with a method choose()"
+        return check_instance(policy, LanePolicy, "lane policy", allowed=allowed), "", plugins
     if plugins is None:
         from dispatchkit.plugins import load_plugins
 

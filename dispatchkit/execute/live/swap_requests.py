@@ -15,6 +15,7 @@ from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.setup import RunnerSpec, make_policy, resolve_supported_mode
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
 
@@ -166,8 +167,8 @@ class SwapRequests:
             )
             allowed = "given without separate settings"
             raise ConfigError("config", sorted(changes), allowed, hint, message=problem)
-        elif not isinstance(config, DispatchConfig):
-            raise ConfigError("config", config, "a DispatchConfig")
+        else:
+            check_instance(config, DispatchConfig, "config")
         has_others = config.axes and config.max_loras != self.requested_config.max_loras
         if config.axes != self.requested_config.axes or has_others:
             name = "max_loras" if config.axes == self.requested_config.axes else "axes"

@@ -466,6 +466,7 @@ def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
         {"explore": "much"},
         {"max_sizes": 0},
         {"base": 3},
+        {"base": AdaptivePolicy},
         {"state": 3},
     ],
 )

@@ -677,7 +677,7 @@ def test_option_that_has_another_place_says_where(name):
         ({"mode": "FULLL"}, "FULL"),
         ({"at": "compile_test::attend"}, "a list"),
         ({"lazy": "yes"}, "True or False"),
-        ({"options": {"strict": True}}, "options must be a RunnerOptions object"),
+        ({"options": {"strict": True}}, "options must be a RunnerOptions"),
         ({"strict": True}, "Write: options=RunnerOptions(strict=True)"),
         ({"support": "SOMETIMES"}, "UNIFORM_BATCH"),
         ({"piece_compiler": "inducter"}, "inductor"),

@@ -330,6 +330,11 @@ def test_a_file_without_members_is_refused(tmp_path: Path, text: str) -> None:
             {"plugins": 3},
             r"plugins must be a PluginSet, got 3. Pass the result of load_plugins\(\)",
         ),
+        (
+            {"members": [{"name": "a", "policy": 3}]},
+            "policy of member 'a' must be the name of a",
+        ),
+        ({"members": [{"name": "a", "policy": CompositePolicy}]}, "instance: CompositePolicy"),
         ({"members": [{"name": "vllm", "options": 3}]}, "options of member 'vllm' must be a dict"),
     ],
 )

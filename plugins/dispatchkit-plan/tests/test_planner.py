@@ -148,6 +148,7 @@ def test_alignment_restricts_every_size():
         ({"capture_time_s": 1.0}, "capture_s_per_graph"),
         ({"capture_time_s": 1.0, "capture_s_per_graph": -1}, "greater than 0"),
         ({"graphs": 2, "cost_model": "mlp-h100"}, r"a dispatchkit_plan.CostModel, .* load_cost_"),
+        ({"graphs": 2, "hedge": Hedge}, r"Pass an instance: Hedge\(\.\.\.\)"),
         ({"graphs": 2, "dispatch": "sometimes"}, "dispatch must be 'always' or 'best'"),
         ({"graphs": 2, "keyed": "uniforms"}, "keyed must be True, False, 'uniform' or"),
         ({"graphs": 2, "lora_overhead": -1}, "lora_overhead must be a share of at least 0"),

@@ -586,7 +586,7 @@ def test_arguments_of_another_kind_are_errors(one_model):
             match=r"a list of cache lengths up to max_length, such as \[16\]",
         ):
             decoder_of(one_model, max_length=16, lengths=sizes)
-    with pytest.raises(ConfigError, match="options must be a RunnerOptions object, got 3"):
+    with pytest.raises(ConfigError, match="options must be a RunnerOptions, got 3"):
         decoder_of(one_model, options=3)
     with pytest.raises(ConfigError, match="forward must be a function or None, got 3"):
         decoder_of(one_model, forward=3)

@@ -28,7 +28,7 @@ from dispatchkit import (
 from dispatchkit.dispatch import CalibrationRun, greedy_parts
 from dispatchkit.errors import ConfigError
 from dispatchkit.files import check_path, real_target
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_instance
 from dispatchkit.plugins import PluginSet, load_plugins
 
 from dispatchkit_adaptive.arms import Arm, ArmId, Graphs, Regime, graphs_of, size_of
@@ -136,9 +136,8 @@ class AdaptivePolicy:
                 "omitted if base is an object",
                 "Pass the options to the base policy when you create it.",
             )
-        elif not isinstance(base, Policy):
-            raise ConfigError("base", base, "the name of a policy or a policy object")
-        self.base: Policy = base
+        allowed = "the name of a policy or a policy object"
+        self.base: Policy = check_instance(base, Policy, "base", allowed=allowed)
         self.fingerprint = dict(fingerprint or {})
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
         self.pace: int = 1

@@ -15,6 +15,7 @@ from dispatchkit.keys import (
     check_count,
     check_flag,
     check_instance,
+    check_instance,
 )
 from dispatchkit.options import RunnerOptions, refuse_moved
 
@@ -68,8 +69,7 @@ def _compiler(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
 
 
 def _runner_options(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, RunnerOptions):
-        raise ConfigError(attribute.name, value, "a RunnerOptions object")
+    check_instance(value, RunnerOptions, attribute.name)
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ import attrs
 from dispatchkit import Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.files import check_path
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_instance
 from dispatchkit.plugins import PluginSet, load_plugins
 
 __all__ = ["Member", "MemberReport", "members_from_pyproject"]
@@ -180,4 +180,6 @@ def member_state(member: Member, plugins: PluginSet | None = None) -> MemberStat
     if isinstance(policy, str):
         plugins = load_plugins() if plugins is None else plugins
         policy = plugins.create_policy(policy, **member.options)
+    allowed = "the name of a policy or a policy object"
+    check_instance(policy, Policy, f"policy of member {member.name!r}", allowed=allowed)
     return MemberState(member.name, member.priority, policy)

@@ -36,7 +36,7 @@ import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.files import check_path, write_whole
-from dispatchkit.keys import whole_number
+from dispatchkit.keys import check_instance, whole_number
 
 __all__ = [
     "BUILTIN_COST_MODELS",
@@ -402,10 +402,8 @@ def check_cost_model(model: Any, setting: str) -> CostModel:
     Raises:
         ConfigError: The object is not a ``CostModel`` of this package.
     """
-    if not isinstance(model, CostModel):
-        hint = "load_cost_model(name_or_path) returns a built-in model or reads a file."
-        raise ConfigError(setting, model, "a dispatchkit_plan.CostModel", hint)
-    return model
+    hint = "load_cost_model(name_or_path) returns a built-in model or reads a file."
+    return check_instance(model, CostModel, setting, hint, allowed="a dispatchkit_plan.CostModel")
 
 
 def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError, counted
-from dispatchkit.keys import check_count, check_flag
+from dispatchkit.keys import check_count, check_flag, check_instance
 from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.budgets import Budget, make_budget
@@ -206,8 +206,7 @@ def _hedge_choice(
     if hedge == "none":
         return HedgeChoice(NO_HEDGE, validated=False, reason="Hedging is turned off.")
     if hedge != "auto":
-        hint = "Pass an instance, such as Hedge(own=1.0)." if hedge is Hedge else ""
-        raise ConfigError("hedge", hedge, "'auto', 'none' or a Hedge", hint)
+        check_instance(hedge, Hedge, "hedge", allowed="'auto', 'none' or a Hedge")
     if not fit.ordered:
         return HedgeChoice(
             FALLBACK_HEDGE,

@@ -33,7 +33,7 @@ from dispatchkit.errors import (
     counted,
 )
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
-from dispatchkit.keys import Axis, check_count, whole_number
+from dispatchkit.keys import Axis, check_count, check_instance, whole_number
 from dispatchkit.options import DERIVED, RunnerOptions, refuse_moved, with_settings
 from dispatchkit.registry import KeyState
 
@@ -203,8 +203,7 @@ class GraphDecoder:
                 "forward", forward, "a function or None", "None calls the model itself."
             )
         options = RunnerOptions() if options is None else options
-        if not isinstance(options, RunnerOptions):
-            raise ConfigError("options", options, "a RunnerOptions object")
+        check_instance(options, RunnerOptions, "options")
         if backend == "auto" and options.device is None:
             options = attrs.evolve(options, device=self.device)
         if options.buffers.output_batch_dims == DERIVED:
