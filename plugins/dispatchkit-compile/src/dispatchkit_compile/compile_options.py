@@ -15,7 +15,6 @@ from dispatchkit.keys import (
     check_count,
     check_flag,
     check_instance,
-    check_instance,
 )
 from dispatchkit.options import RunnerOptions, refuse_moved
 
