@@ -118,7 +118,7 @@ class CaptureOptions:
 
     warmups: int = setting(1, _count(0), SettingInfo("Number of eager runs before each capture."))
     capture_after: int = setting(
-        1, _count(1), SettingInfo("Number of calls before a key is captured lazily.")
+        1, _count(1), SettingInfo("Capture a key lazily at the Nth call that needs it.")
     )
     state_limit_bytes: int = setting(64 << 20, _count(0))
     prove_rows: bool = setting(True, check_flag)

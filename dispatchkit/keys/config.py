@@ -103,7 +103,7 @@ class DispatchConfig:
     _sizes: Iterable[int] | None = setting(
         None,
         or_none(_list_of_sizes),
-        SettingInfo("Capture sizes, in tokens.", "by max_num_tokens", read_numbers),
+        SettingInfo("Capture sizes, in tokens.", "derived from max_num_tokens", read_numbers),
         alias="sizes",
         eq=False,
     )

@@ -57,9 +57,10 @@ class CaptureEvent:
 
 @attrs.frozen(kw_only=True)
 class CaptureFailedEvent:
-    """A capture failed; the key is marked as failed and its steps run eager.
+    """A capture failed; the key is marked as failed.
 
-    Sent after the stream, generators and memory are restored.
+    Its steps run eager until a later capture succeeds. Sent after the stream, generators and memory
+    are restored.
 
     Attributes:
         key: The graph key, as text.
@@ -93,7 +94,8 @@ class EvictEvent:
         runtime_mode: ``FULL`` or ``PIECEWISE``.
         num_tokens: Capture size in tokens.
         lane: Number of the lane that had the graph.
-        reason: Short reason: ``budget``, ``requested`` or ``invalidated``.
+        reason: Short reason: ``budget``, ``requested``, ``invalidated``, or ``replaced`` by a graph
+            captured outside the runner.
         num_bytes: Decrease of the lane's pool in bytes; None if the backend cannot measure it.
             Often 0, because graphs of one pool share memory.
     """
@@ -131,19 +133,20 @@ class PolicySwappedEvent:
 
 @attrs.frozen(kw_only=True)
 class PolicyErrorEvent:
-    """A policy raised or violated a hard constraint.
+    """A policy raised, returned an invalid value or violated a hard constraint while serving.
 
-    Another policy decides the batch, or the batch runs eager.
-    Sent once for each affected table cell, before the step runs. The step waits for callbacks, so
-    they should be fast.
+    If ``decide`` is at fault, the step runs eager, or raises in strict mode. The event is sent once
+    for each affected table cell, before the step runs. Steps wait for callbacks, so callbacks
+    should be fast.
 
     Attributes:
         policy: Name of the policy at fault.
-        method: The method that failed: ``declare``, ``decide`` or ``observe``.
+        method: The method or attribute at fault: ``decide``, ``observe`` or ``pace``, or ``choose``
+            of a lane policy.
         reason: The error, as text.
         origin: Distribution and version that provide the policy.
         num_tokens: Tokens of the batch before padding; None if there was no batch.
-        epoch: Epoch of the table that was being filled.
+        epoch: Epoch in which the error occurred.
     """
 
     callback: ClassVar[str] = "on_policy_error"
