@@ -2,8 +2,9 @@
 
 A command is a function with typer's annotations. It prints its result with ``console``, ``table``
 and ``print_json``, and other messages with ``print_stderr``. For bad input it raises a
-``DispatchkitError``, which is printed as one message with exit code 2. If it completes but a check
-fails, it raises ``typer.Exit(1)``. Any other exception is a bug, and its traceback is printed.
+``DispatchkitError``, which is printed as one message with exit code 2, as are ``OSError`` and
+``MemoryError``. If it completes but a check fails, it raises ``typer.Exit(1)``. Any other exception
+is a bug, and its traceback is printed.
 
 Importing this package does not import typer or rich: names are imported on first use.
 """
@@ -135,8 +136,8 @@ def main() -> NoReturn:
         if _release(typer.__version__) < _OLDEST_TYPER:
             oldest = ".".join(map(str, _OLDEST_TYPER))
             print(
-                f"The command line needs typer {oldest} or newer, got {typer.__version__}. "
-                "Next: pip install --upgrade 'dispatchkit[cli]'.",
+                f"The command line needs typer {oldest} or newer, but {typer.__version__} is "
+                "installed. Next: pip install --upgrade 'dispatchkit[cli]'.",
                 file=sys.stderr,
             )
             sys.exit(2)
@@ -179,6 +180,6 @@ def _open_missing_streams() -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and minor version as a tuple."""
+    """Return the major and minor number of a version."""
     parts = version.split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)

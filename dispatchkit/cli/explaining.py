@@ -116,6 +116,7 @@ def explain_batch(
     if num_tokens is not None and trace is not None:
         raise _not_with_trace("N", num_tokens)
     batch_tokens = None if num_tokens is None else check_count(num_tokens, "N", minimum=0)
+    check_count(loras, "--loras", minimum=0)
     highest = RuntimeMode.parse(ceiling, "--ceiling")
     settings = settings_of(
         {
@@ -142,7 +143,7 @@ def explain_batch(
         explain_trace(trace, settings, show_all=show_all, as_json=as_json)
         return
     if show_all:
-        message = "--all needs --trace FILE."
+        message = "--all applies only to traces. Add --trace FILE, or omit --all."
         raise ConfigError("--all", show_all, "omitted without --trace", message=message)
     config = _config_for_batch(settings, batch_tokens or 0, loras)
     variant = _variant(config, loras, values or ())
@@ -181,7 +182,10 @@ def _cost_model(settings: Settings) -> CostModel | None:
 
 
 def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> DispatchConfig:
-    """Return the configuration, with limits large enough for the batch."""
+    """Return the configuration.
+
+    Unless ``max_num_tokens`` is given, limits that are not given are raised to fit the batch.
+    """
     config = settings.dispatch_config(max_loras=loras)
     if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:
         return config

@@ -100,7 +100,8 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     """Write the files of a new distribution and return its folder.
 
     Args:
-        name: Name of the policy: lower-case letters, digits and single hyphens.
+        name: Name of the policy: lower-case letters and digits, with single hyphens between them,
+            beginning with a letter.
         directory: Folder in which to create the folder of the distribution.
         learning: Whether the policy learns from measured steps.
 
@@ -109,10 +110,13 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     """
     package = "dispatchkit_" + name.replace("-", "_")
     if not _NAME.fullmatch(name):
-        allowed = "lower-case letters, digits and single hyphens, beginning with a letter"
+        allowed = (
+            "made of lower-case letters and digits, with single hyphens between them, and begin "
+            "with a letter"
+        )
         raise ConfigError("NAME", name, allowed)
     if len(name) > _LONGEST_NAME:
-        raise ConfigError("NAME", name, f"at most {_LONGEST_NAME} characters")
+        raise ConfigError("NAME", name, f"at most {_LONGEST_NAME} characters long")
     if keyword.iskeyword(name):
         raise ConfigError("NAME", name, "a name other than a Python keyword")
     if name.startswith("dispatchkit-"):

@@ -168,7 +168,7 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
                 name,
                 value,
                 "given once on the command line",
-                message=f"{name} is given twice: by {sources[name]} and by --set "
+                message=f"{name} is given twice: with {sources[name]}, and with option --set "
                 f"{shortened(pair)}. Omit one of them.",
             )
         values[name], sources[name] = value, f"option --set {name}"
@@ -213,7 +213,7 @@ def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool)
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    # Given plugin settings already include the environment.
+    # If settings of plugins are given, they already include the environment variables.
     return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
 
 

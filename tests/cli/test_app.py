@@ -96,7 +96,7 @@ def test_a_wrong_value_is_told_alike_whichever_version_reads_it(said: str, wante
     from dispatchkit.cli.app import _reworded
 
     error = typer.BadParameter(said, param_hint="'-n'")
-    assert _reworded(error).format_message().startswith(wanted)
+    assert _reworded(error, []).format_message().startswith(wanted)
 
 
 def test_a_command_of_a_plugin_is_a_command(run: Any, plugins_with: Any) -> None:
@@ -240,7 +240,7 @@ def test_an_old_typer_is_one_line_that_says_so(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert "typer 0.20 or newer, got 0.16.1" in done.stderr
+    assert "typer 0.20 or newer, but 0.16.1 is installed" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -257,7 +257,9 @@ def test_no_command_shows_the_help_and_is_bad_input(run: Any) -> None:
         (["config", "sho"], "'config show'"),
         (["config"], "dispatchkit config --help"),
         (["--sett", "x"], "'--set'"),
-        (["explain", "-5"], "The number must be at least 0, got -5"),
+        (["explain", "-12"], "N must be at least 0, got -12."),
+        (["bench", "-3"], "option must be one of"),
+        (["explain", "3", "--loras", "-1"], "--loras must be a whole number of at least 0, got -1"),
         (["explain", "3", "--set", "x"], "before the command: dispatchkit --set ..."),
         (["explain", "3", "--polcy", "x"], "'--policy'"),
         (["explain"], "--trace"),

@@ -47,6 +47,14 @@ def test_one_that_fails_is_exit_code_1(run: Any, checkout: Path) -> None:
     found = json.loads(done.out)
     assert (done.code, found["ok"], found["failed"]) == (1, False, ["bad"])
     assert len(found["results"]) == 2
+    assert "'bad' failed with exit code 7" in done.err
+    assert f"`dispatchkit bench bad --checkout {checkout}`" in done.err
+
+
+def test_one_that_is_killed_is_named_with_the_signal(run: Any, checkout: Path) -> None:
+    (checkout / "bench" / "bad.py").write_text("import os, signal; os.kill(os.getpid(), 9)\n")
+    done = run("bench", "bad", "--checkout", str(checkout))
+    assert (done.code, "'bad' was stopped by signal 9" in done.err) == (1, True)
 
 
 def test_bad_input_says_what_is_needed(run: Any, checkout: Path, tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_bad_input_says_what_is_needed(run: Any, checkout: Path, tmp_path: Path)
     assert "'good'" in done.err
     done = run("bench", "--checkout", str(tmp_path / "bench"))
     assert done.code == 2
-    assert "clone" in done.err
+    assert "pass the root folder of a clone" in done.err
 
 
 def test_those_of_this_checkout_are_found(run: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dispatchkit.cli import facts
-from dispatchkit.cli.doctor import Finding, Level, _self_check, examine
+from dispatchkit.cli.doctor import Finding, Level, _devices, _self_check, examine
 from dispatchkit.errors import BackendUnavailableError
 from dispatchkit.hookspecs import BackendSpec, hookimpl
 from dispatchkit.plugins import PluginSet, load_plugins
@@ -42,11 +42,16 @@ def test_without_torch_it_says_what_still_works_and_what_to_install(no_torch: No
     assert "backend tape" not in findings
 
 
-def test_a_missing_default_policy_is_a_problem(no_torch: None) -> None:
-    """Without it, nothing works by default."""
-    findings = found(load_plugins(allow=[]))
-    assert findings["default policy"].level is Level.PROBLEM
-    assert "pip install dispatchkit-vllm" in findings["default policy"].next_step
+def test_a_missing_default_policy_is_a_problem(no_torch: None, monkeypatch: Any) -> None:
+    """Without it, nothing works by default; a blocked plugin needs no installation."""
+    blocked = found(load_plugins(allow=[]))["default policy"]
+    assert blocked.level is Level.PROBLEM
+    assert "installed, but not loaded" in blocked.message
+    assert "`dispatchkit plugins`" in blocked.next_step
+    monkeypatch.setattr(facts, "version_of", lambda *names: None)
+    missing = found(load_plugins(allow=[]))["default policy"]
+    assert missing.level is Level.PROBLEM
+    assert "pip install dispatchkit-vllm" in missing.next_step
 
 
 def test_a_broken_plugin_is_a_problem_with_a_way_out(no_torch: None) -> None:
@@ -126,6 +131,44 @@ def test_a_vllm_that_leaves_dispatchkit_out_is_named(
     assert found(load_plugins(), environ)[about].level is level
     monkeypatch.setattr(facts, "version_of", lambda *names: None)
     assert "vLLM" not in found(load_plugins(), environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "effect"),
+    [
+        ({}, Level.NOTE, "without dispatchkit-vllm."),
+        ({"DISPATCHKIT_POLICY": "vllm"}, Level.PROBLEM, "so DISPATCHKIT_POLICY has no effect."),
+        (
+            {"DISPATCHKIT_POLICY": "vllm", "DISPATCHKIT_TRACE": "a.csv"},
+            Level.PROBLEM,
+            "so DISPATCHKIT_POLICY and DISPATCHKIT_TRACE have no effect.",
+        ),
+    ],
+)
+def test_vllm_without_the_plugin_is_named(
+    environ: dict[str, str], level: Level, effect: str, no_torch: None, monkeypatch: Any
+) -> None:
+    installed = {"vllm": "0.32.0"}
+    monkeypatch.setattr(facts, "version_of", lambda *names: installed.get(names[0]))
+    finding = found(load_plugins(), environ)["vLLM"]
+    assert finding.level is level
+    assert finding.message.endswith(effect)
+    assert finding.next_step == "pip install dispatchkit-vllm."
+
+
+def test_hidden_devices_are_shown_again_by_the_next_step(monkeypatch: Any) -> None:
+    """The driver is not at fault if the variable hides every device."""
+    torch = types.SimpleNamespace(
+        version=types.SimpleNamespace(cuda="13.0"),
+        cuda=types.SimpleNamespace(is_available=lambda: False),
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (finding,) = _devices(torch)
+    assert "nvidia-smi" in finding.next_step
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (finding,) = _devices(torch)
+    assert "hides every device" in finding.message
+    assert finding.next_step.startswith("unset CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.slow_except("PYTORCH_NO_CUDA_MEMORY_CACHING-problem")

@@ -116,6 +116,7 @@ def test_a_command_that_cannot_be_loaded_is_left_out_and_named(
     assert "Still there" in done.out
     assert "Command 'bad' (passed in as 'mine') is skipped" in done.err
     assert says in done.err
+    assert "block its plugin with DISPATCHKIT_DISABLE=mine." in done.err
     assert run("good").out == "fine\n"
     done = run("bad")
     assert (done.code, done.out) == (2, "")

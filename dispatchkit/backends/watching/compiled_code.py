@@ -137,7 +137,11 @@ class Calls:
         self._outermost = outermost
 
     def note(self, frame: FrameType | None) -> bool:
-        """Count an operation in an uncompiled function; return whether it was counted."""
+        """Count an operation in an uncompiled function; return whether it was counted.
+
+        Args:
+            frame: Frame of the operation's caller.
+        """
         while frame is not None and _is_dynamo_frame(frame):
             frame = frame.f_back  # Dynamo's wrapper of the mode's own handler
         while frame is not None and id(frame) != self._outermost:

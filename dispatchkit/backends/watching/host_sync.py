@@ -46,7 +46,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _READS_BY_INDEX = ("aten::index", "aten::_unsafe_index")
 _WRITES_BY_INDEX = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
-# Operations without a tag for which the host reads a mask.
+# Untagged operations for which the host reads a mask.
 _READS_MASK = frozenset(
     {"aten::_nested_tensor_from_mask_left_aligned", "aten::_nested_tensor_from_mask"}
 )
