@@ -14,6 +14,10 @@ KITS = {
     "PolicyTests": ("dispatchkit_policy", "dispatchkit's kit for policies"),
     "LanePolicyTests": ("dispatchkit_lane_policy", "dispatchkit's kit for lane policies"),
     "BackendTests": ("dispatchkit_backend", "dispatchkit's kit for backends"),
+    "InputTransportTests": (
+        "dispatchkit_input_transport",
+        "dispatchkit's kit for copying inputs into the graphs of a backend",
+    ),
     "RunnerTests": ("dispatchkit_runner", "dispatchkit's kit for parts of a GraphRunner"),
 }
 

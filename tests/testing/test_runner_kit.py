@@ -16,14 +16,9 @@ from faulty_backends import FoldsConstantsBackend, Graph  # noqa: E402
 from faulty_policies import NeverAsksWhetherReadyPolicy  # noqa: E402
 from sample_policies import LargestPolicy  # noqa: E402
 
+from dispatchkit import testing  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.testing import (  # noqa: E402
-    BackendTests,
-    PolicyTests,
-    RunnerTests,
-    SmallestPolicy,
-    pytest_plugin,
-)
+from dispatchkit.testing import RunnerTests, SmallestPolicy, pytest_plugin  # noqa: E402
 from dispatchkit.testing.sample_step import SampleStep  # noqa: E402
 
 
@@ -145,19 +140,15 @@ def test_sample_step_has_what_goes_wrong_in_practice():
 
 
 @pytest.mark.parametrize(
-    ("kit", "marker"),
-    [
-        (PolicyTests, "dispatchkit_policy"),
-        (BackendTests, "dispatchkit_backend"),
-        (RunnerTests, "dispatchkit_runner"),
-        (object, None),
-    ],
+    "name", [name for name in testing.__all__ if name.endswith("Tests")] + ["object"]
 )
-def test_tests_of_a_kit_are_marked_where_they_are_collected(kit, marker):
+def test_tests_of_each_kit_are_marked_where_they_are_collected(name):
+    """PolicyTests have the marker ``dispatchkit_policy``; other tests have none."""
     marks = []
-    own = type("TestOwn", (kit,), {})
+    own = type("TestOwn", (getattr(testing, name, object),), {})
     pytest_plugin.pytest_itemcollected(SimpleNamespace(cls=own, add_marker=marks.append))
-    assert marks == ([marker] if marker else [])
+    words = re.sub("([A-Z])", r"_\1", name.removesuffix("Tests")).lower()
+    assert marks == ([] if name == "object" else [f"dispatchkit{words}"])
 
 
 def test_function_of_no_class_is_left_alone():

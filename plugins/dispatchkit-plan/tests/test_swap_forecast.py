@@ -172,9 +172,12 @@ def test_what_failed_or_is_switched_off_in_the_runner_stays_so_on_both_sides(run
     assert forecast.same_steps == 2
     assert forecast.active_us == pytest.approx(2 * TRUE.step_us(7, None))
     runner.registry.captured(key, object())
-    runner.registry.set_enabled(False, mode=RuntimeMode.FULL)
-    forecast = forecast_swap(runner, trace, cost_model=TRUE, policy="threshold")
-    assert forecast.active_us == forecast.candidate_us == pytest.approx(2 * TRUE.step_us(7, None))
+    for disabled in ({"key": key}, {"mode": RuntimeMode.FULL}):
+        runner.registry.set_enabled(False, **disabled)
+        forecast = forecast_swap(runner, trace, cost_model=TRUE, policy="threshold")
+        eager_us = 2 * TRUE.step_us(7, None)
+        assert forecast.active_us == forecast.candidate_us == pytest.approx(eager_us)
+        runner.registry.set_enabled(True, **disabled)
 
 
 def test_steps_above_the_candidates_limit_are_counted_and_left_out(runner):

@@ -171,7 +171,11 @@ class _Side:
             registry.set_enabled(False, mode=mode)
         for key in registry:
             entry = live.get(key)
-            if entry is not None and entry.state is KeyState.FAILED:
+            if entry is None:
+                continue
+            if registry.is_enabled(key) and not live.is_enabled(key):
+                registry.set_enabled(False, key=key)
+            if entry.state is KeyState.FAILED:
                 registry.failed(key, entry.reason)  # another capture would fail again
 
 
