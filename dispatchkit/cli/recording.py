@@ -115,7 +115,7 @@ def record(
             target,
             "a script that dispatches batches in this process",
             message=f"{target} dispatched no batch in this process, so no trace was written. "
-            "Batches of child processes are not recorded.",
+            "Batches of child processes are not recorded; dispatch them in this process.",
         )
     _report(output, steps, end, left_out, as_json=as_json)
     if end.code in (STOPPED, TERMINATED):
@@ -155,7 +155,7 @@ def _report(
         print_stderr(
             f"Note: omitted {counted(sum(left_out.values()), 'step')} whose axes "
             f"({', '.join(left_out)}) differ from those of the first step, because a trace has one "
-            "set of columns."
+            "set of columns. Record runners with different axes in separate runs."
         )
 
 
@@ -182,17 +182,21 @@ def _check_script(target: str) -> None:
         if isinstance(error, ConfigError):
             raise
         why = getattr(error, "strerror", None) or str(error)
-        message = f"Script {shortened(repr(target))} cannot be read: {why}. Check the path."
+        message = (
+            f"Script {shortened(repr(target))} cannot be read: {why}. Check the path and its "
+            "permissions."
+        )
         raise ConfigError("script", target, "a file that can be read", message=message) from error
 
 
 def _module_problem(target: str) -> str:
     """Return why a module cannot run, as a message; empty if it can.
 
-    The parent package of the module is imported.
+    As a side effect, the parent packages of the module are imported, and the module itself if it
+    is a package.
     """
     try:
-        # A relative or empty name has no parent package here.
+        # A relative name cannot be resolved without a parent package; an empty name is invalid.
         spec = None if target.startswith(".") or not target else importlib.util.find_spec(target)
         is_package = spec is not None and spec.submodule_search_locations is not None
         if is_package and importlib.util.find_spec(f"{target}.__main__") is None:
@@ -212,7 +216,7 @@ def _module_problem(target: str) -> str:
 
 
 def _print_traceback(error: Exception) -> None:
-    """Print the traceback of a script, without frames outside the script."""
+    """Print the traceback of a script, without the frames of this file and of runpy."""
     whole = traceback.TracebackException.from_exception(error)
     todo: list[traceback.TracebackException | None] = [whole]
     while todo:
@@ -236,8 +240,8 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         writer: An open writer; it receives the steps in the order of their dispatch.
 
     Yields:
-        The number of omitted steps for each set of axis names, as text. A step is omitted if its
-        axes differ from those of the first step.
+        A counter of omitted steps by axis names, as text such as ``length and width``, or ``none``.
+        A step is omitted if its axes differ from those of the first step.
     """
     decide = Dispatcher.dispatch
     lock = threading.Lock()
@@ -259,7 +263,8 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         is_uniform, query_len, most = self.config.query_class(int(uniform))
         variants = self.config.variants
         names = tuple(axis.name for axis in self.config.axes)
-        # An exception here would make the recorded program fail.
+        # The values must be valid in a trace, because an exception would make the recorded
+        # program fail.
         tokens = int(num_tokens)
         reqs = int(num_reqs) or _fewest(tokens, query_len)
         if is_uniform and reqs * query_len != tokens:
@@ -271,7 +276,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
             uniform_decode=is_uniform,
             num_active_loras=variants.facts(int(loras))[0],
             t_s=time.monotonic() - start,
-            # MAX_COUNT is the largest value in a trace; larger values are outside all buckets.
+            # MAX_COUNT is the largest value that a trace can contain.
             axes={
                 name: min(value, MAX_COUNT)
                 for name, value in zip(names, variants.values(loras), strict=True)

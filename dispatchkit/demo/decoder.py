@@ -1,10 +1,10 @@
 """A small decoder with a key/value cache.
 
-Decode steps (FULL) are captured as one graph. Mixed steps (PIECEWISE) are captured in pieces,
-because attention is marked to run eager.
+Decode steps (FULL) are captured as one graph. Mixed steps (PIECEWISE) are captured in segments;
+attention runs eager between them.
 
 All shapes depend only on the number of tokens, not on the values of positions or slots, so
-attention can also be captured. To keep shapes fixed, each token attends over its request's complete
+attention can also be captured. To keep shapes fixed, each token attends to its request's complete
 cache, and later positions are masked. A serving engine uses a special attention kernel. Plain
 operations keep this model readable and run on every device.
 
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
         self.to(device)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache) -> Tensor:
-        """Run one step eagerly and write its keys and values into the cache.
+        """Run one step, and write its keys and values to the cache.
 
         Args:
             tokens: Token ids (T,), int64.
@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         return nn.functional.linear(self.norm(hidden), self.head)
 
     def step(self, cache: KVCache) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return a step for a ``GraphRunner`` that runs the model on one cache.
+        """Return a step function for ``GraphRunner``, which runs the model on one cache.
 
         Args:
             cache: The cache that the step writes. Declare its tensors as state of the runner.
@@ -272,7 +272,7 @@ class Decoder(nn.Module):
 def _weight(
     generator: torch.Generator, rows: int, columns: int, *, scale: float | None = None
 ) -> nn.Parameter:
-    """Return a random matrix that preserves the scale of its input."""
+    """Return a random matrix whose default scale preserves the scale of its input."""
     values = torch.randn(rows, columns, generator=generator)
     return nn.Parameter(values * (columns**-0.5 if scale is None else scale), requires_grad=False)
 
@@ -288,6 +288,6 @@ def _rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of features (first half, second half) by a position's angles."""
+    """Rotate pairs of features, one from each half, by the angles of their position."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

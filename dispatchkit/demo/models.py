@@ -21,7 +21,7 @@ from dispatchkit.options import RunnerOptions
 
 __all__ = ["decoder", "mlp"]
 
-#: Batch sizes of a serving loop, with more sizes where batches are frequent.
+#: Capture sizes for a serving loop, closer together where batches are frequent.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _TAPE_SIZES = (1, 2, 4, 8, 16)
 
@@ -43,7 +43,8 @@ def decoder(
         sizes: Capture sizes in tokens; by default chosen for the device.
         max_num_tokens: Maximum tokens per step. The default is 2048 on a GPU and the largest
             capture size on the tape.
-        options: Options of the runner. The other arguments replace its configuration and device.
+        options: Options of the runner; ``config`` and ``device`` are replaced according to the
+            other arguments.
         settings: Additional arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
@@ -90,7 +91,8 @@ def mlp(
         sizes: Capture sizes in tokens; by default chosen for the device.
         max_num_tokens: Maximum tokens per step. The default is 2048 on a GPU and the largest
             capture size on the tape.
-        options: Options of the runner. The other arguments replace its configuration and device.
+        options: Options of the runner; ``config`` and ``device`` are replaced according to the
+            other arguments.
         settings: Additional arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
@@ -121,7 +123,7 @@ def mlp(
 
 def _config(**fields: Any) -> DispatchConfig:
     with warnings.catch_warnings():
-        # Steps above the largest size are included to measure eager.
+        # Sizes may end below max_num_tokens, so that eager steps above them can be measured.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(**fields)
 

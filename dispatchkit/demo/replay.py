@@ -36,15 +36,15 @@ from dispatchkit.settings import Settings
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
-#: Tolerances: the order of summation depends on the batch size. float32 has about seven digits, and
-#: a result is the sum of a few hundred terms. Measured differences are less than a tenth of these
-#: tolerances.
+#: Tolerances, because the order of summation depends on the batch size. float32 has about seven
+#: digits, and a result is the sum of a few hundred terms. Measured differences are less than a
+#: tenth of these tolerances.
 ATOL, RTOL = 1e-3, 1e-3
 MIN_SLOTS, MAX_SLOTS = 8, 512
 DEVICES = ("auto", "tape", "cpu", "cuda")
 
-#: The tape's model is small enough to finish in a minute on two cores. The GPU's model is large
-#: enough for launch overhead to matter.
+#: The tape's model is small, so that the demo takes less than a minute on two cores. The GPU's
+#: model has more layers, so that launch overhead matters.
 TAPE_SHAPE = DecoderShape()
 CUDA_SHAPE = DecoderShape(num_layers=8, num_heads=8, head_dim=32)
 
@@ -85,7 +85,7 @@ def resolve_device(name: str) -> torch.device:
     kind, _, index = name.partition(":")
     if kind not in DEVICES or (index and not (kind == "cuda" and index.isdecimal())):
         raise UnknownNameError(
-            "device", name, DEVICES, "Append the number of a specific GPU, as in cuda:1."
+            "device", name, DEVICES, "For a specific GPU, append its number, as in cuda:1."
         )
     if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,13 +94,13 @@ def resolve_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = (
-            f"it detects no device or driver (CUDA {built})"
+            f"(built for CUDA {built}) detects no driver or GPU"
             if built
-            else "it was built without CUDA"
+            else "was built without CUDA"
         )
         raise BackendUnavailableError(
-            f"Device {name!r} is not available to torch {torch.__version__}: {why}. "
-            "Use --device tape, or see `dispatchkit doctor`."
+            f"Device {name!r} is not available: torch {torch.__version__} {why}. "
+            "Use the device 'tape', or run `dispatchkit doctor` to find the cause."
         )
     count = torch.cuda.device_count()
     if int(index or 0) >= count:
@@ -117,7 +117,7 @@ def run_demo(
     plugins: PluginSet | None = None,
     progress: Progress | None = None,
 ) -> DemoReport:
-    """Run a trace eager and dispatched, each with its own state.
+    """Run each step of a trace twice, eager and dispatched, with separate caches.
 
     Args:
         options: Trace, settings and device.
@@ -130,16 +130,18 @@ def run_demo(
         ``DemoReport.comparison``.
 
     Raises:
-        TraceError: The trace cannot be read.
+        TraceError: The trace cannot be read, lacks a column, or has no step with tokens and
+            requests.
+        ConfigError: A setting is invalid, or a limit is too small for the steps.
         UnknownNameError: The policy or the device is unknown.
-        BackendUnavailableError: The device does not exist.
+        BackendUnavailableError: The device is not available.
     """
     start = time.perf_counter()
     device = resolve_device(options.settings["backend"])
     trace_name, rows = _read(options.trace, options.steps)
     shape = options.shape or (CUDA_SHAPE if device.type == "cuda" else TAPE_SHAPE)
-    # A power of two, so that every decode step has a FULL graph.
     most = min(MAX_SLOTS, max(rows.column("num_reqs")))
+    # A power of two, so that the default capture sizes include a FULL graph for every decode step.
     num_slots = max(MIN_SLOTS, 1 << (most - 1).bit_length())
     shape = attrs.evolve(shape, num_slots=num_slots)
     traffic = plan_traffic(rows, num_slots=num_slots, cache_len=shape.cache_len, vocab=shape.vocab)
@@ -217,7 +219,7 @@ def make_runner(
     device: torch.device,
     plugins: PluginSet | None = None,
 ) -> GraphRunner:
-    """Return a runner for the decoder with limits for the traffic.
+    """Return a runner for the decoder, with limits derived from the traffic unless given.
 
     Padding rows are dummy tokens that write to the padding slot.
     """
@@ -230,14 +232,17 @@ def make_runner(
         query_lens=traffic.query_len,
         mode="FULL_AND_PIECEWISE",
     )
-    for name, needed in (("max_num_tokens", largest), ("max_num_seqs", most)):
+    for name, needed, noun in (
+        ("max_num_tokens", largest, "tokens"),
+        ("max_num_seqs", most, "requests"),
+    ):
         limit = getattr(config, name)
         if limit < needed:
             raise ConfigError(
                 name,
                 limit,
-                f"at least {needed} (the largest number in the demo's steps)",
-                "Increase it, or run fewer steps.",
+                f"at least {needed} (the maximum number of {noun} in a step of the demo)",
+                "Increase the limit, or omit it to derive it from the trace.",
             )
     policy = settings["policy"]
     return GraphRunner(
@@ -388,7 +393,7 @@ class _Pair:
 
 
 def _uniform(config: DispatchConfig, query_len: int) -> int:
-    """Return the ``uniform`` argument for a number of tokens per request."""
+    """Return the ``uniform`` argument for a number of tokens per request; 0 if not configured."""
     lens = config.query_lens
     return lens.index(query_len) + 1 if query_len in lens else 0
 

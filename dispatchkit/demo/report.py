@@ -12,7 +12,7 @@ from dispatchkit.demo.traffic import Traffic
 
 @attrs.frozen(kw_only=True)
 class KindTimes:
-    """Statistics of steps of one kind.
+    """Statistics of the steps of one kind that ran in one mode.
 
     Attributes:
         kind: ``decode`` or ``mixed``, from the trace.
@@ -20,8 +20,8 @@ class KindTimes:
         steps: Number of steps.
         num_tokens: Number of tokens of these steps, before padding.
         padding: Number of padding tokens.
-        eager_ms: Median milliseconds of an eager step.
-        dispatched_ms: Median milliseconds of a dispatched step.
+        eager_ms: Median time of an eager step in milliseconds.
+        dispatched_ms: Median time of a dispatched step in milliseconds.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Difference:
         step: Number of the step, from 0.
         mode: Runtime mode of the step.
         num_tokens: Number of tokens of the step, before padding.
-        worst: Largest absolute difference; NaN if a result is NaN.
+        worst: Largest absolute difference; NaN if a result is NaN or the shapes differ.
     """
 
     step: int
@@ -52,14 +52,14 @@ class Difference:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """Comparison of eager and dispatched results, row by row.
+    """Comparison of eager and dispatched results.
 
     Attributes:
         atol: Absolute tolerance.
         rtol: Relative tolerance.
         steps: Number of compared steps.
         different: Steps with differences above the tolerance.
-        worst: Largest absolute difference of all steps.
+        worst: Largest absolute difference over all steps.
         caches_differ: Whether the final caches differ by more than the tolerance.
         worst_cache: Largest absolute difference between the final caches.
     """
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all results and caches agree."""
+        """Whether all results and the final caches agree within the tolerance."""
         return not self.different and not self.caches_differ
 
 
@@ -83,9 +83,9 @@ class Batch1:
     """Times of decoding a single request, where launch overhead is largest.
 
     Attributes:
-        eager_us: Microseconds of an eager step: the median of several means, each over a series of
-            steps from an idle device to an idle device.
-        dispatched_us: Microseconds of a dispatched step, measured in the same way.
+        eager_us: Time of an eager step in microseconds: the median of several means. Each mean is
+            over a series of steps, timed from the first launch until the device is idle again.
+        dispatched_us: Time of a dispatched step in microseconds, measured in the same way.
         mode: Runtime mode of the step.
         ratio: Eager time divided by dispatched time.
     """
@@ -107,7 +107,7 @@ class DemoReport:
         device: Name of the device, and versions of its driver and libraries.
         trace: Name of the replayed trace.
         model: Sizes of the decoder and its cache.
-        traffic: Steps and requests, and the omitted parts of the trace.
+        traffic: The steps and requests, and counts of the omitted parts of the trace.
         times: Statistics by kind of step and runtime mode.
         eager_reasons: Number of eager steps by reason.
         num_tokens: Number of tokens of all steps, before padding.
@@ -141,22 +141,31 @@ class DemoReport:
 
     def meaning(self) -> list[str]:
         """Return sentences that explain the results on this device."""
-        equal = (
-            "All dispatched steps returned the same results as eager, with and without padding."
-            if self.comparison.is_equal
-            else "Some dispatched steps did NOT match eager. Do not trust their results."
-        )
+        compared = self.comparison
+        equal = "All dispatched steps and the final caches match eager within the tolerance."
+        if compared.different:
+            equal = "Some dispatched steps did NOT match eager. Do not trust their results."
+        elif compared.caches_differ:
+            equal = (
+                "All dispatched steps match eager, but the final caches do NOT. Do not trust the "
+                "dispatched results."
+            )
         if self.is_tape:
             tape = (
                 "The tape has the semantics of CUDA graphs on a CPU. It runs the same operations "
                 "one by one, including padding, without running the Python code of the step again. "
                 "These times do not predict times on a GPU."
             )
-            return [equal, tape, "Use --device cuda for meaningful times."]
+            gpu = "For meaningful times, use --device cuda on a machine with a GPU."
+            return [equal, tape, gpu]
         launches = (
-            "A replay launches all kernels of a step with one call, whereas eager launches each "
-            f"kernel from Python. A single request takes 1/{self.batch1.ratio:.1f} of the time."
+            "A FULL replay launches all kernels of a step with one call, whereas eager launches "
+            "each kernel from Python. "
         )
+        if self.batch1.mode == "NONE":
+            launches += "Here, a single request runs eager in both cases."
+        else:
+            launches += f"A single request takes {1 / self.batch1.ratio:.0%} of the eager time."
         limits = (
             "Steps with more tokens have longer kernels and gain less. PIECEWISE steps still "
             "launch attention from Python, and padding costs time."

@@ -3,14 +3,16 @@
 A step trace contains the numbers of tokens and requests of each step, but not the requests
 themselves. The demo generates requests deterministically:
 
-- each request of a step gets one token. The remaining tokens go to as few requests as possible,
-  each with at most ``max_query_len`` tokens. These requests are new, and their tokens are prompts;
-- if a step needs a slot, or has fewer requests than the previous step, the oldest requests end;
+- in a uniform step, each request gets ``max_query_len`` tokens;
+- in any other step, each request gets one token. The remaining tokens go to as few requests as
+  possible, each with at most ``max_query_len`` tokens. These requests are new, and their tokens are
+  prompts;
+- if a step continues fewer requests than are active, the oldest requests end;
 - a request whose cache is full ends, and a new request replaces it.
 
-Positions, slots and token ids follow from these rules. Prompts that exceed the cache, requests
-without a slot, and tokens above the maximum per step are omitted and counted. Steps without tokens
-are skipped.
+Positions, slots and token ids follow from these rules. Prompts are cut to the maximum length, and
+steps to the maximum numbers of requests and tokens. The omitted tokens and requests are counted.
+Steps without tokens are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import attrs
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import StepTrace
 
-#: Default number of steps: enough decode and mixed steps within half a minute on a CPU.
+#: Default number of steps: enough to include decode and mixed steps, but few enough for a CPU to
+#: run them within half a minute.
 DEFAULT_STEPS = 200
 
 
@@ -66,7 +69,8 @@ class Traffic:
         num_tokens: Number of tokens of all steps, without omitted tokens.
         cut_tokens: Number of omitted tokens.
         cut_steps: Number of steps with omitted tokens.
-        cut_requests: Number of requests omitted because there was no slot.
+        cut_requests: Number of requests omitted for lack of a slot, or because of the maximum
+            number of tokens per step.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -92,7 +96,7 @@ class _Request:
 
 
 class _Requests:
-    """The current requests, as slots of the cache, oldest first."""
+    """The active requests, oldest first, and the free slots of the cache."""
 
     def __init__(self, num_slots: int) -> None:
         self.active: OrderedDict[int, _Request] = OrderedDict()
@@ -129,7 +133,7 @@ def plan_traffic(
         max_step_tokens: Maximum number of tokens of a step.
 
     Raises:
-        TraceError: A column is missing, or all steps are empty.
+        TraceError: A column is missing, or no step has tokens and requests.
     """
     max_prompt = max(1, cache_len * 7 // 8)
     requests = _Requests(num_slots)
@@ -176,7 +180,9 @@ def plan_traffic(
             )
     if not steps:
         raise TraceError(
-            trace.source, None, ("has no step with tokens and requests. Use another trace.")
+            trace.source,
+            None,
+            "has no step with tokens and requests. Run more of its steps, or use another trace.",
         )
     return Traffic(
         tuple(steps),
@@ -190,7 +196,7 @@ def plan_traffic(
 
 
 def _prompt_lengths(rest: int, max_query_len: int, num_reqs: int, max_prompt: int) -> list[int]:
-    """Return the tokens of each prompt of a step, using as few prompts as possible.
+    """Return the lengths of a step's prompts, using as few prompts as possible.
 
     Args:
         rest: Tokens of the step beyond one per request.

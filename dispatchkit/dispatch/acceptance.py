@@ -29,10 +29,10 @@ class Proposal:
         parts: The policy and its optional parts.
         config: The configuration under which the policy decides.
         origin: Source of the policy, for error messages.
-        keys: The keys that the policy declares, in order. If the policy does not declare axes, each
-            key is repeated for every combination of buckets.
-        adds_axes: Whether axes are added to the policy's keys, because the policy does not declare
-            them.
+        keys: The keys that the policy declares, in order. If the policy declares keys without axes,
+            each key is repeated for every combination of axis buckets.
+        adds_axes: Whether axes are added to the policy's keys, because the policy declares keys
+            without axes.
     """
 
     parts: PolicyParts
@@ -69,8 +69,8 @@ def trial_keys(
     Raises:
         ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
             ``DispatchConfig``.
-        PolicyError: A method is missing or raises, a declared key is invalid, or a decision
-            violates a hard constraint.
+        PolicyError: ``policy`` is a class, a method is missing or raises, a declared key is
+            invalid, or a decision violates a hard constraint.
     """
     hint = "Write DispatchConfig(sizes=[8, 16]), for example."
     check_instance(config, DispatchConfig, "config", hint)
@@ -81,17 +81,15 @@ def trial_keys(
         allowed = "an object with the methods declare(config) and decide(batch, graphs)"
         raise ConfigError("policy", policy, allowed, hint)
     if isinstance(policy, type):
-        problem = f"is a class; pass an instance, {policy.__name__}(...)."
+        problem = f"cannot be called on a class; pass an instance, {policy.__name__}(...)."
         raise PolicyError(policy.__name__, "declare", problem, origin=origin)
     name = policy_name(policy)
     for method in ("declare", "decide"):
-        if not callable(getattr(policy, method, None)):
-            raise PolicyError(
-                name,
-                method,
-                "the method is missing; a policy needs declare(config) and decide(batch, graphs).",
-                origin=origin,
-            )
+        found = getattr(policy, method, None)
+        if not callable(found):
+            wrong = "the method is missing" if found is None else f"is {found!r:.60}, not a method"
+            problem = f"{wrong}; a policy needs declare(config) and decide(batch, graphs)."
+            raise PolicyError(name, method, problem, origin=origin, value=found)
     try:
         answer: Any = policy.declare(config)
         keys = list(answer) if isinstance(answer, Iterable) else [answer]

@@ -18,8 +18,11 @@ _MORE_TOKENS = (
     "Raise max_num_tokens for larger batches; batches above the largest capture size run eager."
 )
 _MORE_LORAS = "Raise max_loras for more adapters."
+_MORE_REQS = "Raise max_num_seqs for more requests."
+_FEWER_REQS = "Each request has at least one token; pass 0 if the number is unknown."
+_MORE_LENGTHS = "Pass 0 for a mixed batch, or add a length to query_lens."
 #: Hints that apply only to numbers above a limit.
-_RAISE_LIMIT = (_MORE_TOKENS, _MORE_LORAS)
+_RAISE_LIMIT = (_MORE_TOKENS, _MORE_LORAS, _MORE_REQS)
 _CODES = "Pass a RuntimeMode, or allowed_modes_code(modes)."
 
 
@@ -33,8 +36,12 @@ def cell_of_call(
             argument.
     """
     classes = config.num_query_classes - 1
-    most = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
-    which = "max_num_seqs" if most == config.max_num_seqs else "the number of tokens"
+    most_tokens = num_tokens if _is_whole(num_tokens) else 0
+    most = min(config.max_num_seqs, most_tokens)
+    reqs = ("the number of tokens", _FEWER_REQS)
+    if config.max_num_seqs < most_tokens:
+        reqs = ("max_num_seqs", _MORE_REQS)
+    kinds = "the number of query lengths" + ", plus 1 for varlen_decode" * config.varlen_decode
     variants = ("max_loras", _MORE_LORAS)
     if config.axes:
         variants = (
@@ -44,13 +51,14 @@ def cell_of_call(
     for field, value, limit, limit_name, hint in (
         ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _MORE_TOKENS),
         ("loras", loras, config.variants.count - 1, *variants),
-        ("uniform", uniform, classes, "the number of query lengths", ""),
+        ("uniform", uniform, classes, kinds, _MORE_LENGTHS),
         ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
-        ("num_reqs", num_reqs, most, which, "Pass 0 if unknown."),
+        ("num_reqs", num_reqs, most, *reqs),
     ):
         is_whole = type(value) is int or _is_whole(value)
         if not is_whole or not 0 <= value <= limit:
-            allowed = f"a whole number from 0 to {limit} ({limit_name})"
+            numbers = f"a whole number from 0 to {limit}" if limit else "0"
+            allowed = f"{numbers} ({limit_name})"
             if hint in _RAISE_LIMIT and not (is_whole and value > limit):
                 hint = ""
             raise DescriptorError(field, value, allowed, hint)
@@ -66,8 +74,10 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
     uniform = 0
     if batch.uniform:
         if batch.query_len not in config.query_lens:
-            allowed = "one of query_lens " + ", ".join(map(str, config.query_lens))
-            raise DescriptorError("query_len", batch.query_len, allowed)
+            known = ", ".join(map(str, config.query_lens))
+            allowed = (f"one of {known}" if len(config.query_lens) > 1 else known) + " (query_lens)"
+            hint = "Add the length to query_lens of the configuration."
+            raise DescriptorError("query_len", batch.query_len, allowed, hint)
         uniform = 1 + config.query_lens.index(batch.query_len)
     elif (
         config.varlen_decode
@@ -76,9 +86,7 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
     ):
         uniform = config.num_query_classes - 1
     if batch.num_tokens == 0:
-        raise DescriptorError(
-            "num_tokens", 0, "at least 1", "Empty batches run eager without a decision."
-        )
+        raise DescriptorError("num_tokens", 0, "at least 1", "Empty batches always run eager.")
     return cell_of_call(
         config,
         batch.num_tokens,

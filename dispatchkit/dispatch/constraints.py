@@ -27,19 +27,23 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
     key = answer.key
     if key is None:
         if answer.mode is not RuntimeMode.NONE:
-            return f"chose mode {answer.mode.name} without a key; only mode NONE has no key."
+            return (
+                f"chose mode {answer.mode.name} without a key. Use Decision.replay(key), or "
+                "Decision.eager(reason) to run eager."
+            )
         return None
     if answer.mode is not key.mode:
         return (
-            f"chose mode {answer.mode.name} with a key of mode {key.mode.name}; they must be equal."
+            f"chose mode {answer.mode.name} with a key of mode {key.mode.name}; the modes must be "
+            "equal. Decision.replay(key) sets the mode."
         )
     return _broken_by_key(key, batch, graphs)
 
 
 def may_be_split(batch: Batch) -> bool:
-    """Return whether a batch may be split; only mixed batches may.
+    """Return whether a batch may be split: only mixed batches may, not decode batches.
 
-    The rows of a uniform batch are grouped by request, and its graphs are captured for a number of
+    The rows of a decode batch are grouped by request, and its graphs are captured for a number of
     requests.
     """
     return not batch.uniform and batch.max_query_len is None
@@ -60,7 +64,7 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
             "if GraphView.may_split is true; RunnerOptions(rows_independent=True) enables splits."
         )
     if not may_be_split(batch):
-        return f"split {batch}; only mixed batches may be split."
+        return f"split {batch}; only mixed batches may be split, not decode batches."
     if len(parts) < 2:
         return (
             f"split a batch into {shown}; a split needs at least two "
@@ -71,8 +75,8 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
             return f"split a batch into {shown}; all parts must have mode {answer.mode.name}."
     if key != parts[0].key:
         return (
-            f"split a batch into {shown} with the key {key}; the "
-            "key must be that of the first part."
+            f"split a batch into {shown} with the key {key}; the key must be that of the first "
+            "part. Decision.split(parts) sets the key."
         )
     total = sum(part.num_tokens for part in parts)
     if total != batch.num_tokens:
@@ -94,10 +98,10 @@ def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None
         return f"chose {key}, which is not in the registry. Choose a declared key, or return None."
     if not batch.allows(key.mode):
         names = ", ".join(sorted(mode.name for mode in batch.allowed_modes))
-        return f"chose {key}, but this batch allows only {names}."
+        return f"chose {key}, but this batch allows only {names}. Batch.allows() checks modes."
     if key.num_tokens < batch.num_tokens:
         size = counted(batch.num_tokens, "token")
-        return f"chose {key} for {size}; a bucket is never smaller than its batch."
+        return f"chose {key} for {size}; a graph must be at least as large as its batch."
     if not key.covers(batch):
         return (
             f"chose {key}, which cannot serve {batch}. GraphView.covering() yields suitable keys."

@@ -16,7 +16,10 @@ from dispatchkit.distributions import load_attribute
 from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.modes import RuntimeMode
 
-_ALLOWED = "an object with name, step_us and covers (see dispatchkit.dispatch.CostModel)"
+_ALLOWED = (
+    "the name or file of a cost model as text, or an object with name, step_us and covers (see "
+    "dispatchkit.dispatch.CostModel)"
+)
 
 
 @runtime_checkable
@@ -65,7 +68,7 @@ class StepCost:
 
     @classmethod
     def of(cls, model: CostModel, decision: Decision, num_tokens: int) -> StepCost:
-        """Return the cost of a decided step, with its eager and exact-size alternatives.
+        """Return the cost of a step with a decision, and of its eager and exact-size alternatives.
 
         Args:
             model: Cost model that returns the times.
@@ -89,14 +92,14 @@ class StepCost:
 
     def __str__(self) -> str:
         text = f"{self.step_us:,.0f} µs; eager {self.eager_us:,.0f} µs"
-        if self.lost_us:
-            text += f"; an exact size would save {self.lost_us:,.0f} µs"
-        beyond = "" if self.measured else ", beyond its measured range"
-        return f"{text} (cost model {self.model}{beyond})"
+        if round(self.lost_us):
+            text += f"; a graph of the exact size would save {self.lost_us:,.0f} µs"
+        outside = "" if self.measured else ", outside its measured range"
+        return f"{text} (cost model {self.model}{outside})"
 
 
 def decision_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
-    """Return the time of a decided step in microseconds, summed over its parts."""
+    """Return the time of a step with a decision in microseconds, summed over its parts."""
     is_pieces = decision.mode is RuntimeMode.PIECEWISE
     if decision.parts:
         return sum(

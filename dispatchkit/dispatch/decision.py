@@ -49,13 +49,14 @@ class Reason(enum.StrEnum):
     CHECK_FAILED = "check_failed"
     #: The graph was captured under a different autocast state.
     AUTOCAST = "autocast"
-    #: The training flag of a module of the step changed since the capture.
+    #: The training flag of a module of the step has changed since the capture.
     TRAINING_MODE = "training_mode"
-    #: A module of the step was moved or converted to a different dtype since the capture.
+    #: A module of the step has been moved or converted to a different dtype since the capture.
     MOVED_MODULE = "moved_module"
     #: Each call of the step changes Python state, which a replay would not change.
     PYTHON_STATE = "python_state"
-    #: The first call, which computes something different and therefore runs eager.
+    #: The first call runs eager, because later calls compute something different. Graphed calls: a
+    #: first call runs eager to test whether its result requires gradients.
     FIRST_CALL = "first_call"
     #: The step writes to a container in its arguments, which a replay would not do.
     CONTAINER_WRITTEN = "container_written"
@@ -65,9 +66,9 @@ class Reason(enum.StrEnum):
     ROWS_NOT_THE_BUCKET = "rows_not_the_bucket"
     #: The batch was not split because its rows depend on each other, or independence is not proven.
     ROWS_NOT_INDEPENDENT = "rows_not_independent"
-    #: The batch was not split because an output of its parts cannot be joined.
+    #: The batch was not split because the outputs of its parts cannot be joined.
     OUTPUTS_NOT_JOINED = "outputs_not_joined"
-    #: A weight, buffer or submodule was replaced since the capture.
+    #: A weight, buffer or submodule has been replaced since the capture.
     WEIGHTS_REPLACED = "weights_replaced"
     #: A value that the step's Python code reads has changed.
     VALUE_CHANGED = "value_changed"
@@ -77,7 +78,7 @@ class Reason(enum.StrEnum):
     GRADIENTS = "gradients"
     #: Graphed calls: the tensors are on several devices.
     SEVERAL_DEVICES = "several_devices"
-    #: Graphed calls: a tensor is nested, sparse, quantized or of a subclass.
+    #: Graphed calls: a tensor is nested, sparse, quantized or an instance of a subclass.
     TENSOR_KIND = "tensor_kind"
     #: Graphed calls: a value cannot be hashed, so it cannot be part of a graph's key.
     UNHASHABLE_VALUE = "unhashable_value"
@@ -120,7 +121,7 @@ class Part:
         object.__setattr__(self, "num_tokens", number)
 
     def __str__(self) -> str:
-        return f"{counted(self.num_tokens, 'row')} by {self.key}"
+        return f"{counted(self.num_tokens, 'row')} on {self.key}"
 
 
 def _part(value: Any) -> Part:
@@ -133,7 +134,7 @@ def _part(value: Any) -> Part:
 
 @attrs.frozen
 class Decision:
-    """A choice to replay one or several graphs or to run eager, with the reason.
+    """A choice to replay one or several graphs, or to run eager, with the reason.
 
     Policies create decisions with ``Decision.replay``, ``Decision.split`` or ``Decision.eager``.
     The dispatcher binds each decision to a cell of its table and sets the remaining fields.
@@ -173,7 +174,7 @@ class Decision:
         """
         if not isinstance(key, GraphKey):
             raise DescriptorError(
-                "key", key, "a GraphKey", "graphs.covering(batch) yields suitable keys."
+                "key", key, "a GraphKey", "graphs.covering(batch, mode) yields suitable keys."
             )
         return cls(key.mode, key, _check_reason(reason), timed)
 
@@ -192,7 +193,7 @@ class Decision:
 
         Args:
             parts: At least two graphs of the same mode, larger graphs first, each with the number
-                of rows it serves. The numbers must add up to the rows of the batch.
+                of rows it serves. The numbers must add up to the number of rows of the batch.
             reason: Cause of the decision; steps are counted by reason.
             timed: Whether to measure the device time of the whole step.
 
@@ -204,7 +205,7 @@ class Decision:
             raise DescriptorError("parts", parts, allowed)
         found = tuple(map(_part, parts))
         if not found:
-            raise DescriptorError("parts", found, "a list of at least one pair")
+            raise DescriptorError("parts", found, f"at least two {allowed}")
         key = found[0].key
         return cls(key.mode, key, _check_reason(reason), timed, parts=found)
 
@@ -353,14 +354,14 @@ class CellUpdate:
 
     @up_to.validator
     def _check_up_to(self, attribute: object, value: object) -> None:
-        if type(value) is not int or value < 0 or (value and self.decision is not None):
-            allowed = "a whole number of at least 0, and 0 with a decision"
-            raise DescriptorError(
-                "up_to", value, allowed, "To change several batches, return one update for each."
-            )
+        if type(value) is not int or value < 0:
+            raise DescriptorError("up_to", value, "a whole number of at least 0")
+        if value and self.decision is not None:
+            hint = "To set the decision of several cells, return one update for each."
+            raise DescriptorError("up_to", value, "0 if a decision is given", hint)
 
     def is_about(self, batch: Batch) -> bool:
-        """Return whether the update applies to a batch, ignoring its requests."""
+        """Return whether the update applies to a batch, ignoring its number of requests."""
         first = self.batch.num_tokens
         like = attrs.evolve(self.batch, num_tokens=batch.num_tokens, num_reqs=batch.num_reqs)
         return like == batch and first <= batch.num_tokens <= max(first, self.up_to)

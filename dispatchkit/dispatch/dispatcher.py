@@ -1,14 +1,14 @@
 """Dispatcher: a table of decisions in front of a policy.
 
 A step costs four sign tests, four list lookups and one comparison. The policy decides on first use
-of a cell. A change that could affect decisions empties exactly the cells of those decisions. Four
-techniques avoid further branches on the hot path:
+of a cell. A change empties the cells whose decisions it could affect. Four techniques avoid further
+branches on the hot path:
 
 * An empty cell holds ``EMPTY``, whose limit of -1 requests every batch exceeds. Empty cells and
   batches with too many requests therefore fail the same comparison.
 * Decisions for more requests than the limit of a cell are in a separate dictionary.
-* An unused row is an empty tuple. Indexing it, or indexing any row with a batch above the table,
-  raises IndexError.
+* An unused row is an empty tuple. Indexing it, or indexing a list beyond its end, raises
+  IndexError.
 * A waiting one-shot decision empties its cell. The next step uses the cold path, which returns the
   one-shot decision. After the last one-shot decision, the cold path restores the steady decision.
 """
@@ -153,18 +153,20 @@ class Dispatcher:
         """Return the decision for a batch.
 
         Args:
-            num_tokens: Unpadded number of tokens, from 0 to ``max_num_tokens``; 0 always runs
+            num_tokens: Unpadded number of tokens; an empty batch (0) never uses a graph. A number
+                above ``max_num_tokens`` raises if the limit was given, otherwise the batch runs
                 eager.
             num_reqs: Number of requests in the batch; 0 if unknown.
             uniform: False for a mixed batch, True for a uniform decode batch. In a uniform batch,
                 every request is past its prompt and has exactly the configured query length. With
-                several query lengths, 1 + the index of the length. A batch with the last chunk of a
-                prompt is mixed, regardless of the length of the chunk. The number of tokens need
-                not equal ``num_reqs`` times the query length, because engines pad requests and drop
-                rows before the call.
+                several query lengths, 1 + the index of the length; with ``varlen_decode``, the next
+                number means requests of varying length. A batch with the last chunk of a prompt is
+                mixed, regardless of the length of the chunk. The number of tokens need not equal
+                ``num_reqs`` times the query length, because engines pad requests and drop rows
+                before the call.
             loras: Number of active adapters; with axes, the result of ``DispatchConfig.variant``.
-            ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``. Cascade
-                attention allows at most PIECEWISE.
+            ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``. For
+                example, pass PIECEWISE for a batch with cascade attention.
 
         Returns:
             The decision object in the table, which is shared; a warm call allocates nothing.
@@ -172,9 +174,11 @@ class Dispatcher:
         Raises:
             DescriptorError: An argument is out of range or contradicts another argument.
             NoGraphError: No graph serves the batch and eager is not allowed.
+            PolicyError: In strict mode, the policy raised or its decision violates a hard
+                constraint.
         """
         # A negative index would read the table from its end. The bitwise OR of two ints is negative
-        # if either is negative; for other types it raises TypeError.
+        # if either is negative. Floats and strings have no bitwise OR and raise TypeError.
         try:
             if num_tokens | num_reqs >= 0 and uniform >= 0 and loras >= 0 and ceiling >= 0:
                 decision: Decision = self._rows[ceiling][uniform][loras][num_tokens]
@@ -200,8 +204,7 @@ class Dispatcher:
         decisions, which this method replaces.
 
         Raises:
-            DescriptorError: As for ``dispatch``.
-            NoGraphError: As for ``dispatch``.
+            DescriptorError, NoGraphError, PolicyError: As for ``dispatch``.
         """
         with self._lock:
             if num_tokens <= self.config.max_num_tokens:
@@ -216,7 +219,7 @@ class Dispatcher:
         batches of up to ``max_num_reqs`` requests; for all other batches call ``dispatch``, which
         fills the row. ``max_num_reqs`` is -1 if the cell has no decision or a one-shot decision is
         waiting. Do not index with a negative number of tokens. A number above ``max_num_tokens``
-        raises IndexError.
+        raises IndexError or, in very large tables, returns an entry whose ``max_num_reqs`` is -1.
 
         Every change updates the row until a swap replaces all rows.
 
@@ -339,10 +342,11 @@ class Dispatcher:
         An update sets the steady decision or a one-shot decision of a cell, or empties a range of
         cells so that the policy decides again.
 
-        The waiting one-shot decisions of a cell are used before its steady decision. A decision
-        that can no longer run, for example because its graph was evicted, is not a fault. Instead
-        of a steady decision, the cell is then emptied, so that the policy decides again. A one-shot
-        decision is dropped.
+        The waiting one-shot decisions of a cell are used before its steady decision.
+
+        A decision that can no longer run, for example because its graph was evicted, is not a
+        fault. A one-shot decision is then dropped. For a steady decision, the cell is emptied, so
+        that the policy decides again.
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.
@@ -381,11 +385,19 @@ class Dispatcher:
     ) -> int:
         """Install another policy or configuration, and begin a new epoch.
 
-        The new epoch begins with an empty table. Steps that already have a decision keep it. If the
-        new policy does not pass its trial, the old policy stays in force.
+        The new epoch begins with an empty table. Steps that already have a decision keep it.
+
+        Args:
+            policy: The new policy; None for the policy in force.
+            config: The new configuration; None for the configuration in force.
+            origin: Source of the new policy, for error messages.
 
         Returns:
             The number of the new epoch.
+
+        Raises:
+            ConfigError, PolicyError: As for ``propose``. The old policy and configuration stay in
+                force.
         """
         with self._lock:
             now = self._epoch.proposal
@@ -402,8 +414,9 @@ class Dispatcher:
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
         """Try a policy and configuration; return a proposal to install.
 
-        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so
-        ``policy`` must not be the object in force.
+        The trial calls ``declare`` and ``decide``. The policy in force is not affected if
+        ``policy`` is a different object. The object in force may be proposed only under the
+        registry's lock, because other threads may call it.
 
         Raises:
             ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
@@ -443,7 +456,7 @@ class Dispatcher:
             self._epochs.show_all()
 
     def set_lazy(self, lazy: bool) -> None:
-        """Set whether keys without a graph may be dispatched; empty all cells."""
+        """Set whether keys without a graph may be dispatched; empty all affected cells."""
         with self._lock:
             self._readiness.lazy = lazy
             self.graphs.num_changes += 1
@@ -496,7 +509,7 @@ class Dispatcher:
 
     @property
     def num_policy_errors(self) -> int:
-        """Number of policy faults: invalid decisions and exceptions."""
+        """Number of policy faults: exceptions and invalid values of the policy."""
         return self._faults.count
 
     @property
@@ -562,6 +575,8 @@ class Dispatcher:
 
         Raises:
             DescriptorError: The value is not a Batch, or is outside the configured limits.
+            PolicyError: In strict mode, the policy raised or its decision violates a hard
+                constraint.
         """
         if not isinstance(batch, Batch):
             raise DescriptorError("batch", batch, "a Batch", "Dispatcher.batch(...) returns one.")
@@ -576,8 +591,8 @@ class Dispatcher:
     def preview(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
         """Return the decision for the next step of a batch, and the policy's fault, if any.
 
-        It has no side effects: no cell is filled, no one-shot decision is used, and no fault is
-        counted or warned about.
+        This method has no side effects: no cell is filled, no one-shot decision is used, and no
+        fault is counted or warned about.
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.
@@ -607,11 +622,12 @@ class Dispatcher:
         """Make steps use the table of an epoch."""
         self._epoch: Epoch = epoch
         self._above_table: dict[Any, Decision] = {}
-        # Also stored here, which saves an attribute lookup per step.
+        # Attributes of the epoch are also stored here, which saves lookups in each step.
         self.config: DispatchConfig = epoch.proposal.config
         self.graphs: GraphView = epoch.graphs
         self._by_reqs = epoch.table.by_reqs
-        self._rows = epoch.table.rows  # last, so that readers see a single epoch
+        # Last: a step that reads the new rows also sees the rest of the new epoch.
+        self._rows = epoch.table.rows
 
     def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = batch_of_cell(self.config, cell, 0)
@@ -717,10 +733,13 @@ class Dispatcher:
             for key in itertools.islice(self.graphs.covering(batch, mode), 1)
         ]
         size, allowed = counted(batch.num_tokens, "token"), format_modes(batch.allowed_modes)
-        nearest = f"Nearest: {'; '.join(near)}. " if near else ""
+        hint = "Allow NONE, or change the mode or capture sizes so that a graph covers the batch."
+        if batch.num_tokens == 0:
+            hint = "Allow NONE for empty batches."
+        elif near:
+            hint = f"Nearest: {'; '.join(near)}. Allow NONE, or capture or enable such a graph."
         return NoGraphError(
-            f"No graph for {size} ({reason}), and the batch allows only {allowed}. "
-            f"{nearest}Allow NONE, or capture a graph of that size.",
+            f"No graph for {size} ({reason}), and the batch allows only {allowed}. {hint}",
             reason=reason,
             nearest=tuple(near),
         )

@@ -44,7 +44,7 @@ class Epochs:
     """The sequence of policies and configurations that use one registry.
 
     Args:
-        registry: The registry of the keys; its lock is held for each change.
+        registry: The registry of the keys; callers hold its lock during changes.
         modes: Runtime modes that the executor supports.
         is_dispatchable: Function that returns whether a declared key may run now.
         revisions: Iterator of ascending numbers for bound decisions.
@@ -75,8 +75,9 @@ class Epochs:
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
         """Try a policy and configuration; return a proposal to install.
 
-        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so
-        ``policy`` must not be the object in force.
+        The trial calls ``declare`` and ``decide``. The policy in force is not affected if
+        ``policy`` is a different object. The object in force may be proposed only under the
+        registry's lock, because other threads may call it.
 
         Raises:
             ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a

@@ -18,7 +18,7 @@ from dispatchkit.keys.modes import RuntimeMode
 
 @attrs.frozen
 class Candidate:
-    """A graph that is large enough for the batch.
+    """A declared graph that covers the batch.
 
     Attributes:
         key: Key of the graph.
@@ -67,12 +67,13 @@ class Explanation:
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
         fault: Error of the policy, if any. Explaining does not count the fault.
         problem: Cause of the decision if the batch exceeds ``max_num_tokens``, or if the smallest
-            graph that covers the batch is outdated or failed to capture; otherwise empty.
+            graph that covers the batch is outdated or its capture failed, or if the configuration
+            has no capture sizes; otherwise empty.
         cost: Cost of the step, if a cost model is given.
         times: Times that a runner measured for steps with the same decision; None if steps are not
             measured.
         axes: Bucket of each axis by name; None for a value outside all buckets.
-        note: Further information from a runner; may be empty.
+        note: Further information, such as a runner's next step; may be empty.
         error: Error that the step would raise; empty if the step would run.
     """
 
@@ -114,7 +115,7 @@ class Explanation:
     def axes_in_words(self) -> list[str]:
         """The bucket of each axis, in words."""
         return [
-            f"{name} in {'no bucket' if bucket is None else f'bucket {bucket}'}"
+            f"{name} {'outside all buckets' if bucket is None else f'in bucket {bucket}'}"
             for name, bucket in self.axes.items()
         ]
 
@@ -130,6 +131,8 @@ class Explanation:
             return _CAUSES[reason]
         if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
             return "constraint: no graph for this kind of batch is large enough"
+        if reason == Reason.ABOVE_LARGEST and not self.largest:
+            return "configuration: no graph is declared"
         if reason == Reason.ABOVE_LARGEST:
             return (
                 "constraint: no declared graph is large enough for the batch; the largest has "
@@ -139,7 +142,7 @@ class Explanation:
 
     @property
     def nearest(self) -> str:
-        """The nearest graph that could serve an eager batch, or an empty string."""
+        """The nearest graph that could serve a batch that runs eager, or an empty string."""
         if self.decision.key is not None or not self.candidates:
             return ""
         near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
@@ -239,7 +242,7 @@ def explain(
     """Explain the decision for a batch, without changing the table or counters.
 
     Args:
-        dispatcher: Dispatcher that would decide the batch.
+        dispatcher: Dispatcher that would receive the batch.
         num_tokens: As for ``Dispatcher.dispatch``, but may exceed ``max_num_tokens``.
         num_reqs: As for ``Dispatcher.dispatch``.
         uniform: As for ``Dispatcher.dispatch``.
@@ -286,8 +289,10 @@ def explain(
     largest = max((key.num_tokens for key in dispatcher.registry), default=0)
     if decision.reason in _PROBLEMS and candidates:
         entry = dispatcher.registry.get(candidates[0].key)
-        known = "unknown reason" if entry is None else entry.reason
+        known = (entry and entry.reason) or "unknown reason"
         problem = f"state: {_PROBLEMS[decision.reason]}: {known}"
+    elif decision.reason == Reason.MODE_NONE and not dispatcher.config.sizes:
+        problem = "configuration: there are no capture sizes"
     return Explanation(
         batch,
         decision,
@@ -304,7 +309,7 @@ def explain(
     )
 
 
-# States of a key whose entry has a reason, which ``because`` appends.
+# Reasons that ``explain`` completes with the reason in the key's entry.
 _PROBLEMS: Mapping[str, str] = {
     Reason.CAPTURE_FAILED: "the capture of its graph failed",
     Reason.STALE: "its graph is outdated",
@@ -317,7 +322,7 @@ _CAUSES: Mapping[str, str] = {
     Reason.CEILING: "constraint: no mode that the caller allows has a graph for this batch",
     Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",
     Reason.NOT_CAPTURED: "state: its graph is declared but not captured yet",
-    Reason.EVICTED: "state: its graph was evicted to stay within the budget",
+    Reason.EVICTED: "state: its graph was evicted",
     Reason.DISABLED: "state: its graph or runtime mode is disabled",
     Reason.TOO_MANY_REQS: "constraint: the batch has more requests than its graph was captured for",
     Reason.OUTSIDE_AXIS: "constraint: the value of an axis is outside all buckets",
@@ -333,6 +338,6 @@ _CAUSES: Mapping[str, str] = {
     Reason.WEIGHTS_REPLACED: "executor: a weight, buffer or submodule was replaced",
     Reason.VALUE_CHANGED: "executor: a value that Python code reads has changed",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
-    Reason.NO_ANSWER: "policy: no policy decided this batch",
+    Reason.NO_ANSWER: "policy: no policy returned a decision for this batch",
     Reason.POLICY_ERROR: "policy: the policy raised an error or violated a constraint",
 }

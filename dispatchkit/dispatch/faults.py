@@ -36,7 +36,7 @@ class PolicyFaults:
         self._unreported: deque[tuple[PolicyError, int | None, int]] = deque()
 
     def add(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
-        """Count a fault; raise it in strict mode, otherwise warn."""
+        """Count a fault; raise it in strict mode, otherwise warn once per policy and method."""
         self.count += 1
         if self._on_fault is not None:
             self._unreported.append((error, num_tokens, epoch))

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from dispatchkit.dispatch.policy import policy_name
-from dispatchkit.errors import ConfigError, PolicyError
+from dispatchkit.errors import ConfigError, PolicyError, counted
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.checks import check_count, refuses_unknown_names, whole_number
 
@@ -66,8 +66,8 @@ class LanePolicy(Protocol):
     """An object that chooses the lanes of steps, without using the device.
 
     ``choose`` is called once for each submitted step, under the runner's lock. All other parts are
-    optional and have their own protocols: ``KeyedLanePolicy``, ``KeyPlacementPolicy``,
-    ``PrioritizedLanePolicy``, and ``DescribedPolicy`` for name and traits (from ``LANE_TRAITS``).
+    optional: the protocols ``KeyedLanePolicy``, ``KeyPlacementPolicy`` and
+    ``PrioritizedLanePolicy``, and the attributes ``name`` and ``traits`` (from ``LANE_TRAITS``).
     """
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
@@ -141,10 +141,15 @@ def needs_key(policy: object) -> bool:
 def lane_fault(answer: Any, num_lanes: int) -> str:
     """Describe why a chosen lane is invalid; empty if it is valid."""
     if whole_number(answer) is None:
-        return f"returned {answer!r:.60}, not the index of a lane (0 to {num_lanes - 1})"
+        return f"returned {answer!r:.60}, not the index of a lane ({_indices(num_lanes)})."
     if not 0 <= answer < num_lanes:
-        return f"returned lane {answer}, but indices are 0 to {num_lanes - 1}"
+        only = "the only index is" if num_lanes == 1 else "indices are"
+        return f"returned lane {answer}, but {only} {_indices(num_lanes)}."
     return ""
+
+
+def _indices(num_lanes: int) -> str:
+    return "0" if num_lanes == 1 else f"0 to {num_lanes - 1}"
 
 
 def lanes_by_key(
@@ -162,11 +167,13 @@ def lanes_by_key(
         try:
             lanes: Collection[int] = tuple(policy.lanes_for_key(key, num_lanes))
         except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}"
+            problem = f"raised {type(error).__name__}: {error}".rstrip(":. ") + "."
             raise PolicyError(name, "lanes_for_key", problem, origin=origin) from error
         faults = [fault for one in lanes if (fault := lane_fault(one, num_lanes))]
         if faults or not lanes:
-            problem = faults[0] if faults else f"returned no lane for {key}"
+            problem = f"returned no lane for {key}; return at least one index."
+            if faults:
+                problem = f"{faults[0]} The key is {key}."
             raise PolicyError(name, "lanes_for_key", problem, origin=origin, value=lanes)
         found[key] = tuple(sorted(set(lanes)))
     return found
@@ -207,6 +214,9 @@ class KeyPlacement:
     def by_lane(self, keys: Sequence[GraphKey] | None = None) -> list[Sequence[GraphKey] | None]:
         """Return the keys that each lane captures; None means all keys.
 
+        Args:
+            keys: Keys to capture; None for all declared keys.
+
         Raises:
             PolicyError: As for ``by_key``.
         """
@@ -226,17 +236,18 @@ def lane_priorities(
     """Return the priority of each lane's stream: 0 is normal, larger is more urgent.
 
     Raises:
-        PolicyError: The lane policy raised, or did not return one integer of at least 0 per lane.
+        PolicyError: The lane policy raised, or did not return one non-negative integer per lane.
     """
     if not isinstance(policy, PrioritizedLanePolicy):
         return (0,) * num_lanes
     try:
         answer = tuple(policy.stream_priorities(num_lanes))
     except Exception as error:
-        problem = f"raised {type(error).__name__}: {error}"
+        problem = f"raised {type(error).__name__}: {error}".rstrip(":. ") + "."
         raise PolicyError(name, "stream_priorities", problem, origin=origin) from error
     found = tuple(number for one in answer if (number := whole_number(one)) is not None)
     if len(answer) != num_lanes or len(found) != num_lanes or min(found, default=0) < 0:
-        problem = f"returned {answer!r:.60}, not {num_lanes} whole numbers of at least 0"
+        wanted = counted(num_lanes, "non-negative integer")
+        problem = f"returned {answer!r:.60}; return {wanted}, one per lane."
         raise PolicyError(name, "stream_priorities", problem, origin=origin, value=answer)
     return found

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from dispatchkit.errors import PolicyError, counted
+from dispatchkit.errors import PolicyError, counted, shortened
 
 
 @attrs.frozen
@@ -40,8 +40,8 @@ class Packer(Protocol):
     ) -> Iterable[Sequence[int]]:  # pragma: no cover - a protocol
         """Return the items of each bin, as indices into ``lengths``.
 
-        Each item must be in exactly one bin. A bin has at most ``limits.max_items`` items. A bin of
-        several items has at most ``limits.max_tokens`` tokens.
+        Each item must be in exactly one bin, and no bin may be empty. A bin has at most
+        ``limits.max_items`` items. A bin of several items has at most ``limits.max_tokens`` tokens.
 
         Args:
             lengths: Number of tokens of each item, at least 1.
@@ -63,7 +63,7 @@ def pack_items(
         answer: Any = packer(lengths, limits)
         bins = [tuple(one) for one in answer]
     except Exception as error:
-        problem = f"raised {type(error).__name__}: {error}."
+        problem = f"raised {type(error).__name__}: {error}".rstrip(":. ") + "."
         raise PolicyError(name, "pack", problem) from error
     problem = _problem(bins, lengths, limits)
     if problem:
@@ -75,8 +75,8 @@ def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: Pack
     """Describe why bins are invalid; empty if they are valid."""
     found = [item for one in bins for item in one]
     if any(type(item) is not int for item in found) or sorted(found) != list(range(len(lengths))):
-        last = len(lengths) - 1
-        return f"returned {bins!r}, which must contain each index from 0 to {last} exactly once."
+        indices = f"each index from 0 to {len(lengths) - 1}" if len(lengths) > 1 else "index 0"
+        return f"returned {shortened(repr(bins))}; the bins must contain {indices} exactly once."
     for one in bins:
         num_tokens = sum(lengths[item] for item in one)
         if not one:
@@ -85,5 +85,6 @@ def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: Pack
             most = f"{limits.max_tokens} (the largest captured size)"
             return f"put {counted(num_tokens, 'token')} into a bin; the limit is {most}."
         if limits.max_items is not None and len(one) > limits.max_items:
-            return f"put {counted(len(one), 'item')} into a bin; the limit is {limits.max_items}."
+            most = f"{limits.max_items} (max_items)"
+            return f"put {counted(len(one), 'item')} into a bin; the limit is {most}."
     return ""

@@ -103,7 +103,7 @@ class GraphView:
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
         """Yield the keys of a mode that can compute a batch, smallest first.
 
-        Keys need not be ready; check with ``is_ready`` or ``why_not``.
+        Some of these keys may not be ready; check with ``is_ready`` or ``why_not``.
         """
         return (key for key in self._registry.covering(batch, mode) if key not in self.hidden)
 
@@ -147,7 +147,10 @@ class Policy(Protocol):
         ...
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the decision for a batch, or None to leave it to other policies."""
+        """Return the decision for a batch, or None to leave it to other policies.
+
+        If no policy returns a decision, the batch runs eager with reason ``no_policy_answered``.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ from dispatchkit.dispatch.policy import GraphView
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
-#: Default maximum number of parts, because each part costs a launch and copies.
+#: Default maximum number of parts. Each part costs a launch and copies.
 MAX_PARTS = 8
 
 
@@ -58,7 +58,7 @@ def greedy_parts(
 def _by_size(batch: Batch, graphs: GraphView, mode: RuntimeMode) -> dict[int, GraphKey]:
     """Return, by size, the ready graphs that can serve rows of a batch.
 
-    Of several graphs of one size, the graph with the fewest adapters is returned.
+    If several graphs have the same size, the one for the fewest adapters is returned.
     """
     found: dict[int, GraphKey] = {}
     for key in graphs.covering(part_of(batch, 1), mode):

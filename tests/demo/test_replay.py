@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -146,7 +147,15 @@ def test_a_wrong_cache_is_found_though_every_step_is_right(
     assert report.comparison.different == ()
     assert report.comparison.caches_differ
     assert not report.to_dict()["ok"]
-    assert "NOT" in report.meaning()[0]
+    assert "All dispatched steps match eager, but the final caches do NOT" in report.meaning()[0]
+
+
+def test_a_request_on_a_gpu_is_described_by_the_mode_it_ran_in(report: DemoReport) -> None:
+    """An eager request gains nothing, so no share of the eager time is given."""
+    gpu = attrs.evolve(report, backend="cuda", batch1=attrs.evolve(report.batch1, ratio=4.0))
+    assert "A single request takes 25% of the eager time" in gpu.meaning()[1]
+    eager = attrs.evolve(gpu, batch1=attrs.evolve(gpu.batch1, mode="NONE"))
+    assert "a single request runs eager in both cases" in eager.meaning()[1]
 
 
 @pytest.mark.slow

@@ -654,7 +654,7 @@ class Faulty(AskedPolicy):
 
 FAULTS = [
     (Decision.replay(mixed(4)), "not in the registry"),
-    (Decision.replay(mixed(8)), "for 10 tokens; a bucket is never smaller"),
+    (Decision.replay(mixed(8)), "for 10 tokens; a graph must be at least as large"),
     (Decision.replay(decode(16)), "which cannot serve"),
     (Decision(FULL, None, "x"), "chose mode FULL without a key"),
     (Decision(FULL, mixed(16), "x"), "chose mode FULL with a key of mode PIECEWISE"),
@@ -809,11 +809,12 @@ def test_only_more_tokens_than_the_limit_suggest_a_higher_limit():
 @pytest.mark.parametrize("method", ["declare", "decide"])
 def test_policy_without_a_method_is_refused(method):
     policy = AskedPolicy()
-    setattr(policy, method, None)
-    with pytest.raises(
-        PolicyError, match=rf"{method}: the method is missing; a policy needs declare\(config\)"
-    ):
-        make(policy)
+    for value, problem in ((None, "the method is missing"), ("text", "is 'text', not a method")):
+        setattr(policy, method, value)
+        with pytest.raises(
+            PolicyError, match=rf"{method}: {problem}; a policy needs declare\(config\)"
+        ):
+            make(policy)
 
 
 def test_refused_policy_declares_nothing():
@@ -942,9 +943,16 @@ def test_ask_again_may_name_a_range_of_sizes():
     dispatcher.update(CellUpdate(Batch(11), None, up_to=10**9))
 
 
-@pytest.mark.parametrize(("decision", "up_to"), [(None, -1), (None, 2.0), (Decision.eager("x"), 9)])
-def test_a_range_that_makes_no_sense_is_refused(decision, up_to):
-    with pytest.raises(DescriptorError, match="up_to"):
+@pytest.mark.parametrize(
+    ("decision", "up_to", "message"),
+    [
+        (None, -1, r"a whole number of at least 0, got -1\.$"),
+        (None, 2.0, r"a whole number of at least 0, got 2\.0\.$"),
+        (Decision.eager("x"), 9, r"0 if a decision is given, got 9\. To set the decision"),
+    ],
+)
+def test_a_range_that_makes_no_sense_is_refused(decision, up_to, message):
+    with pytest.raises(DescriptorError, match=message):
         CellUpdate(Batch(5), decision, up_to=up_to)
 
 
@@ -1044,7 +1052,7 @@ def test_policy_that_does_not_learn_is_not_told():
     [
         (RuntimeError("no sample"), "RuntimeError: no sample"),
         ([CellUpdate(Batch(5), Decision.replay(mixed(4)))], "not in the registry"),
-        ([CellUpdate(Batch(10), Decision.replay(mixed(8)))], "a bucket is never smaller"),
+        ([CellUpdate(Batch(10), Decision.replay(mixed(8)))], "a graph must be at least as large"),
         ([Decision.eager("x")], "return only CellUpdates"),
         (7, "TypeError"),
         ([CellUpdate(Batch(99), Decision.eager("x"))], "DescriptorError"),
@@ -1440,10 +1448,14 @@ def test_only_a_batch_within_the_limits_is_decided_anew():
 def test_an_error_above_the_table_names_the_size_of_the_batch():
     only_full = allowed_modes_code({RuntimeMode.FULL})
     dispatcher = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(1,)))
-    with pytest.raises(NoGraphError, match="No graph for 3 tokens"):
+    with pytest.raises(NoGraphError, match=r"No graph for 3 tokens .* so that a graph covers"):
         dispatcher.dispatch(3, ceiling=only_full)
-    with pytest.raises(NoGraphError, match="No graph for 1 token "):
+    with pytest.raises(NoGraphError, match=r"No graph for 1 token .* so that a graph covers"):
         dispatcher.dispatch(1, ceiling=only_full)
+    with pytest.raises(NoGraphError, match=r"Nearest: FULL .* or capture or enable such a graph"):
+        dispatcher.dispatch(1, 1, uniform=True, ceiling=only_full)
+    with pytest.raises(NoGraphError, match=r"only FULL\. Allow NONE for empty batches"):
+        dispatcher.dispatch(0, ceiling=only_full)
 
 
 def test_explanation_of_a_batch_above_all_graphs():

@@ -9,7 +9,14 @@ import pytest
 
 from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Reason, StepCost, explain
 from dispatchkit.dispatch.explain import Candidate, MeasuredTime
-from dispatchkit.keys import Batch, BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
+from dispatchkit.keys import (
+    Batch,
+    BatchDescriptor,
+    CaptureSizeWarning,
+    DispatchConfig,
+    GraphKey,
+    RuntimeMode,
+)
 from dispatchkit.testing import OneBucketPolicy
 
 KEY = GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(8))
@@ -22,8 +29,8 @@ def test_cost_says_what_is_lost_and_how_far_it_was_measured():
     assert str(COST) == "1,200 µs; eager 3,400 µs (cost model m)"
     beyond = attrs.evolve(COST, lost_us=12, measured=False)
     assert str(beyond) == (
-        "1,200 µs; eager 3,400 µs; an exact size would save 12 µs "
-        "(cost model m, beyond its measured range)"
+        "1,200 µs; eager 3,400 µs; a graph of the exact size would save 12 µs "
+        "(cost model m, outside its measured range)"
     )
     assert "   cost: 1,200 µs; eager 3,400 µs (cost model m)" in str(attrs.evolve(EAGER, cost=COST))
 
@@ -44,6 +51,9 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
 def test_a_mode_without_graphs_is_the_only_cause():
     none = Dispatcher(OneBucketPolicy(), DispatchConfig(mode="NONE", sizes=[8]))
     assert str(explain(none, 3)).count("graph") == 0
+    with pytest.warns(CaptureSizeWarning, match="is empty"):
+        empty = Dispatcher(OneBucketPolicy(), DispatchConfig(sizes=[], max_num_tokens=8))
+    assert explain(empty, 3).because == "configuration: there are no capture sizes"
 
 
 @pytest.mark.parametrize(("largest", "above"), [(7, True), (8, False), (9, False)])
@@ -91,7 +101,7 @@ def test_facts_of_the_batch_come_first():
     first = str(attrs.evolve(EAGER, batch=batch, axes=axes)).splitlines()[0]
     assert first == (
         "8 tokens, 4 requests, uniform decode (2 tokens per request), 1 adapter, length in "
-        "bucket 64, kind in no bucket; allowed: NONE, PIECEWISE, FULL"
+        "bucket 64, kind outside all buckets; allowed: NONE, PIECEWISE, FULL"
     )
     assert str(EAGER).splitlines()[0] == "8 tokens, mixed; allowed: NONE, PIECEWISE, FULL"
 

@@ -49,7 +49,7 @@ def view(*, may_split: bool = True, captured: tuple[GraphKey, ...] = KEYS) -> Gr
     [
         ([(key(32), 32), (key(8), 8)], {}, None),
         ([(key(32), 30), (key(8), 8), (key(8), 2)], {}, None),
-        ([(key(32), 32), (key(8), 9)], {"num_tokens": 41}, "a bucket is never smaller"),
+        ([(key(32), 32), (key(8), 9)], {"num_tokens": 41}, "a graph must be at least as large"),
         ([(key(32), 32), (key(8), 7)], {}, "these parts have only 39 rows"),
         ([(key(64, num_reqs=4), 40)], {}, "a split needs at least two parts"),
         ([(key(8), 8), (key(32), 32)], {}, "put larger graphs first"),
@@ -117,7 +117,7 @@ def test_a_split_is_one_cell_that_any_change_of_a_part_empties() -> None:
     assert made.dispatch(70) is first
     assert [part.num_tokens for part in first.parts] == [32, 32, 6]
     assert (first.padded_num_tokens, first.padding, len(first.keys)) == (72, 2, 3)
-    assert str(first).startswith("split into 32 rows by FULL tokens=32")
+    assert str(first).startswith("split into 32 rows on FULL tokens=32")
     made.registry.evicted(key(8))
     assert [part.key.num_tokens for part in made.dispatch(70).parts] == [32, 32, 32]
     made.registry.evicted(key(32, num_reqs=4))

@@ -160,7 +160,7 @@ def test_rows_that_are_not_what_was_said_are_refused():
 
 def test_a_packers_fault_is_named():
     packed = PackedRunner(make(), lambda lengths, limits: [], results=KINDS)
-    with pytest.raises(PolicyError, match="must contain each index from 0 to 0 exactly once"):
+    with pytest.raises(PolicyError, match="must contain index 0 exactly once"):
         packed(x=[torch.randn(3, WIDTH)], scale=[torch.zeros(())])
 
 

@@ -102,7 +102,7 @@ def test_a_split_step_is_one_step_of_its_graphs():
 def test_it_is_explained_and_watched_with_its_parts():
     runner = make(lambda x: x + 1)
     found = runner.explain(11)
-    assert "split into 8 rows by FULL tokens=8, 3 rows by FULL tokens=4" in str(found)
+    assert "split into 8 rows on FULL tokens=8, 3 rows on FULL tokens=4" in str(found)
     parts = found.to_json()["decision"]["parts"]
     assert [part["num_tokens"] for part in parts] == [8, 3]
     timeline = Timeline()

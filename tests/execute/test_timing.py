@@ -235,7 +235,10 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
     told = runner.explain(3, cost_model=model)
     assert told.decision.key.num_tokens == 4
     assert (told.cost.step_us, told.cost.lost_us) == (model.graph_us(4), 10.0)
-    assert "40 µs; eager 93 µs; an exact size would save 10 µs (cost model mine)" in str(told)
+    assert (
+        "40 µs; eager 93 µs; a graph of the exact size would save 10 µs (cost model mine)"
+        in str(told)
+    )
     eager = runner.explain(3, ceiling=0, cost_model=model).cost
     assert eager.step_us == eager.eager_us == model.eager_us(3)
     assert runner.explain(0, cost_model=model).cost.step_us == 0.0

@@ -31,7 +31,7 @@ class InTurn:
         return (self._next - 1) % len(lanes)
 
 
-@planted("every step gets a lane", r"returned lane (\d), but indices are 0 to")
+@planted("every step gets a lane", r"returned lane (\d), but (indices are|the only index is) 0")
 class CountsFromOne(InTurn):
     """Numbers lanes from 1 instead of 0."""
 
@@ -47,7 +47,7 @@ class ReturnsTheLane(InTurn):
         return lanes[super().choose(step, lanes)]
 
 
-@planted("every step gets a lane", r"returned lane -1, but indices are 0 to")
+@planted("every step gets a lane", r"returned lane -1, but (indices are|the only index is) 0")
 class PriorityAsIndex(InTurn):
     """Uses the priority, which may be negative or large, as the index."""
 
@@ -146,7 +146,7 @@ class NoLaneForLargeKeys(InTurn):
 
 @planted(
     "lanes for key are valid and stable",
-    r"lanes_for_key: returned lane 1, but indices are 0 to 0",
+    r"lanes_for_key: returned lane 1, but the only index is 0\. The key is FULL",
 )
 class LanesBySize(InTurn):
     """Ignores the number of lanes."""
@@ -174,7 +174,7 @@ class ChoosesUnassignedLanes(InTurn):
         return [key.num_tokens % num_lanes]
 
 
-@planted("stream priorities fit the lanes", r"stream_priorities: returned \(1,\), not 2 whole")
+@planted("stream priorities fit the lanes", r"stream_priorities: returned \(1,\); return 2 non-neg")
 class OnePriority(InTurn):
     """Returns one priority for all lanes instead of one per lane."""
 

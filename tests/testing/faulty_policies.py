@@ -467,7 +467,7 @@ class SplitsARowLessPolicy(SplitsPolicy):
         return parts
 
 
-@planted(SPLIT, r"split \d+ rows and chose .* tokens; a bucket is never smaller")
+@planted(SPLIT, r"split \d+ rows and chose .* tokens; a graph must be at least as large")
 class SplitsBeyondAGraphPolicy(SplitsPolicy):
     """Halves a batch without checking the limits of its graphs."""
 
