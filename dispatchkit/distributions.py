@@ -1,8 +1,8 @@
 """The distributions that provide names outside the core.
 
 In the core, only this file names dispatchkit's plugins. It names the default policy, and contains
-the table for the installation hints in messages. A plugin is imported only if a user requests one
-of its names.
+the table for the installation hints in messages. ``load_attribute`` imports a distribution when one
+of its Python names is used.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def load_attribute(name: str, what: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        hint = install_hint("attribute", name)
-        text = f"{what or f'dispatchkit.{name}'} is not part of the core. {hint}"
+        text = (
+            f"{what or f'dispatchkit.{name}'} needs {distribution}, which is not installed. "
+            f"Run: pip install {distribution}."
+        )
         raise MissingDistributionError(text, name=name) from None
     return getattr(module, name)

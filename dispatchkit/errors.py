@@ -1,8 +1,8 @@
-"""All exceptions that dispatchkit raises deliberately.
+"""The public exceptions of dispatchkit.
 
-Each message states the given value, the allowed values, the component at fault and the next step.
-The attributes of each class contain the same information. Each class also inherits from a built-in
-exception, so that existing ``except ValueError`` clauses keep working.
+A message states what is wrong with the given value, what is allowed and the next step. Most classes
+also have these parts as attributes, for code that handles the error. Each class also inherits from
+a built-in exception, so that existing ``except ValueError`` clauses keep working.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Summary(str):
 
 
 def _summarized(value: Any, depth: int = 2) -> Any:
-    """Return a value with its tensors and arrays replaced by their type and shape."""
+    """Return a value with tensors and arrays, except scalars, replaced by their type and shape."""
     kind = type(value)
     if kind in (list, tuple) and depth:
         return kind(_summarized(item, depth - 1) for item in value)
@@ -59,8 +59,8 @@ def _summarized(value: Any, depth: int = 2) -> Any:
 def _shown(value: Any) -> str:
     """Format a value for a message: its repr, shortened if it is long.
 
-    Printing the elements of a tensor would wait for the device. Values printed over several lines,
-    such as modules, are represented by their type.
+    Tensors are represented by type and shape, because printing their elements would wait for the
+    device. Values printed over several lines, such as modules, are represented by their type.
     """
     name = type(value).__name__
     try:
@@ -150,7 +150,8 @@ class UnknownNameError(ConfigError, LookupError):
     """A requested name does not exist.
 
     The message is ``KIND must be one of: NAMES, got NAME.`` or, for names that belong to a class or
-    function, ``OWNER has no KIND NAME; its KINDs are: NAMES.``. The closest names follow.
+    function, ``OWNER has no KIND NAME; its KINDs are: NAMES.``. The closest names follow. If
+    there are no names of this kind, it is ``There is no KIND NAME; none is available.``
 
     Attributes:
         kind: Kind of name, such as ``policy``, ``backend`` or ``trace column``.
@@ -171,10 +172,12 @@ class UnknownNameError(ConfigError, LookupError):
         listing = f"one of: {', '.join(self.known)}"
         if not self.known:
             listing = "omitted, because none is available"
+        guess = did_you_mean(name, self.known)
         if len(self.known) > _MOST_NAMES:
             listing = f"one of {len(self.known)} names"
-        guess = did_you_mean(name, self.known)
-        message = "" if self.known else f"No {kind} is available, got {_shown(name)}."
+            if not (guess or hint):
+                hint = "The attribute `known` of this error lists them."
+        message = "" if self.known else f"There is no {kind} {_shown(name)}; none is available."
         if owner and self.known:
             names = f"its {kind}s are: {', '.join(self.known)}"
             if len(self.known) > _MOST_NAMES:
@@ -211,7 +214,7 @@ class InputError(DispatchkitError, ValueError):
     """An input of a call does not match the declared static input.
 
     Attributes:
-        name: Name of the input at fault.
+        name: Name of the input at fault; "" if no single input is at fault.
     """
 
     def __init__(self, name: str, message: str) -> None:
@@ -226,7 +229,7 @@ class NoGraphError(DispatchkitError, RuntimeError):
     agreed on a mode for which this rank has no graph.
 
     Attributes:
-        reason: Why no graph can run the batch.
+        reason: Short reason why no graph can run the batch, such as ``not_captured``.
         nearest: The nearest existing keys, as text.
     """
 
@@ -245,7 +248,7 @@ class PolicyError(DispatchkitError, RuntimeError):
         policy: Name of the policy at fault.
         origin: The distribution that provides the policy, or the name under which it was passed in.
         hook: The method or hook at fault, such as ``declare``, ``decide`` or ``observe``.
-        value: The value that the method or hook returned.
+        value: The value that the method or hook returned; None if it raised.
     """
 
     policy: str
@@ -287,12 +290,12 @@ class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
     def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
         """Create the group with a message that lists every problem."""
         listing = "".join(f"\n- {error}" for error in errors)
-        text = f"loading plugins found {counted(len(errors), 'problem')}:{listing}\n"
+        text = f"Loading plugins failed with {counted(len(errors), 'problem')}:{listing}\n"
         return super().__new__(cls, text, list(errors))
 
 
 class RegistryError(DispatchkitError, RuntimeError):
-    """A registry entry's state does not allow the requested transition."""
+    """The state of a key or of the runner does not allow an operation."""
 
 
 class CaptureError(DispatchkitError, RuntimeError):
@@ -328,7 +331,7 @@ class ReplayError(DispatchkitError, RuntimeError):
 
 
 class BackendUnavailableError(DispatchkitError, ImportError):
-    """A backend is unavailable because torch, a driver or a device is missing."""
+    """A backend is unavailable because torch, a driver or a device is missing or fails."""
 
 
 class MissingDistributionError(DispatchkitError, ImportError):
@@ -353,14 +356,15 @@ class TraceError(DispatchkitError, ValueError):
 
 
 class RankError(DispatchkitError, RuntimeError):
-    """Ranks cannot continue because one of them is late, raised, left, or differs from the others.
+    """Ranks cannot continue together; ``reason`` says why.
 
     Attributes:
         ranks: Global ranks at fault; empty if unknown.
         step: The last step on which all ranks are known to have agreed; 0 before the first step.
-        reason: Short reason: ``late`` (or dead), ``raised``, ``left``, ``differs``, ``connection``,
-            or ``not_measured`` (no capture has measured how outputs depend on an axis, so they
-            cannot be trimmed).
+        reason: Short reason: ``late`` (a rank is late or dead), ``raised`` (a rank raised an
+            exception), ``left`` (a rank has closed the agreement), ``differs`` (a rank differs from
+            the others), ``connection`` (the connection between ranks failed), or ``not_measured``
+            (no capture has measured how outputs depend on an axis, so they cannot be trimmed).
     """
 
     ranks: tuple[int, ...]

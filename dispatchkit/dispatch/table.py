@@ -5,8 +5,8 @@ adapters or, with axes, a number computed from adapters and buckets. Cells are f
 and a row is created with its first cell. Rows are lists indexed by the number of tokens; in tables
 above a million cells they are bounded dicts.
 
-Writers hold the dispatcher's lock. Readers of a row need no lock, because every change is a single
-item or slice assignment.
+Writers hold the dispatcher's lock. Readers of a row need no lock, because each change of a row is a
+single list or dict operation, which is atomic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Row(Protocol):
     """
 
     def __getitem__(self, num_tokens: int, /) -> Decision:
-        """Return a decision; if its ``max_num_reqs`` is -1, call ``dispatch`` instead."""
+        """Return the decision for a number of tokens.
+
+        If its ``max_num_reqs`` is -1, the cell is empty, so call ``dispatch``.
+        """
         ...
 
 
@@ -55,7 +58,8 @@ class Table:
             empty, so that the next step uses the cold path.
         steady: Steady decisions of cells with waiting one-shot decisions, restored after the last
             one-shot decision.
-        by_reqs: Decisions for more requests than the limit of the cell's decision.
+        by_reqs: Decisions for more requests than the cell's decision allows, by cell and number of
+            requests.
     """
 
     def __init__(self, config: DispatchConfig, epoch: int) -> None:
@@ -74,7 +78,7 @@ class Table:
 
     @property
     def num_filled(self) -> int:
-        """Number of cells with a decision, counted on each access."""
+        """Number of cells with a steady decision, counted on each access."""
         rows = (row for block in self.rows for line in block for row in line)
         return len(self.steady) + sum(
             decision is not EMPTY
@@ -190,7 +194,7 @@ class Table:
             row[first:stop] = [EMPTY] * (stop - first)
 
     def invalidate(self, mode: RuntimeMode, num_tokens: int) -> None:
-        """Empty all cells that a key of a mode and size could serve."""
+        """Empty all cells whose batches a key of this mode and size could serve."""
         self._clear_by_reqs()
         for cell in [each for each in self.waiting if _may_choose(each, mode, num_tokens)]:
             del self.waiting[cell]

@@ -8,8 +8,13 @@ try:
 except ImportError as _error:
     from dispatchkit.errors import BackendUnavailableError
 
+    if _error.name != "torch":
+        raise BackendUnavailableError(
+            f"dispatchkit needs torch to run steps, but importing torch raised an error: {_error}. "
+            "Fix the installation so that `import torch` works."
+        ) from _error
     raise BackendUnavailableError(
-        "GraphRunner needs torch, which is not installed here. Run: pip install "
+        "dispatchkit needs torch to run steps, but torch is not installed. Run: pip install "
         "'dispatchkit[torch]' (on Linux without a GPU, add --index-url "
         "https://download.pytorch.org/whl/cpu)."
     ) from _error

@@ -154,6 +154,6 @@ def test_a_python_name_says_which_distribution_brings_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(distributions, "DISTRIBUTIONS", table)
     with pytest.raises(ImportError, match="Run: pip install dispatchkit-foretell"):
         from dispatchkit import Foreteller  # noqa: F401
-    with pytest.raises(ImportError, match=r"dispatchkit\.Foreteller is not part of the core"):
+    with pytest.raises(ImportError, match=r"dispatchkit\.Foreteller needs dispatchkit-foretell"):
         _ = dispatchkit.Foreteller
     assert not hasattr(dispatchkit, "Foretelle")

@@ -104,6 +104,10 @@ def freed_memory(step, runner):
     old.fill_(1e6)
 
 
+def number_for_table(step, runner):
+    step.table = 5.0
+
+
 def moved_input(step, runner):
     for captured in live(runner):
         buffers = captured.input_path.buffers
@@ -137,6 +141,7 @@ PLANTED = {
     baked_branch: "negate changed from False to True",
     switched_submodule: "inner.training changed from True to False",
     freed_memory: "table moved",
+    number_for_table: "table changed from a tensor to 5.0",
     moved_input: "input 'x' moved",
     overwritten_output: "not close",
     rows_in_another_order: "not close",

@@ -483,7 +483,7 @@ def test_the_finding_is_shown_before_a_step_and_in_the_report():
     ]
     assert "Capture the exact sizes" in explained.note
     assert runner.explain(4).decision.key is not None
-    found = "rows_depend: output 0 of a batch of 3 rows depends on the padding after it"
+    found = "rows_depend: output 0 of a batch of 3 rows depends on the padding rows"
     assert f"replays only batches of 8 rows, {found}" in str(runner)
 
 

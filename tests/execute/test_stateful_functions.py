@@ -574,7 +574,7 @@ def test_the_reason_names_the_iterator_and_the_next_step() -> None:
     step = graphed(lambda x: x * next(numbers), backend="tape")
     with (
         torch.no_grad(),
-        pytest.warns(EagerStepWarning, match="reads numbers .*pass the item as an input"),
+        pytest.warns(EagerStepWarning, match="reads the iterator numbers .*pass it as an input"),
     ):
         step(torch.ones(3, 2))
     assert "python_state 1" in str(step.graphed.stats())

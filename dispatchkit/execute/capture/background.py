@@ -7,22 +7,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dispatchkit.errors import CaptureError
+from dispatchkit.errors import CaptureError, counted
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.memory import GAP_S, LongPause
 from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
 
-#: Function that captures one key. It returns the problem (None if the key was captured) and the
-#: pauses of steps that exceeded the limit. It returns None if the runner no longer exists.
+#: Function that captures one key. It returns the problem and the pauses longer than
+#: ``max_pause_us``. The problem is the error of a failed capture, the reason for skipping the key,
+#: or None. If the runner no longer exists, the function returns None.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 
 class BackgroundCapture:
     """A background capture, returned by ``capture_in_background``.
 
-    It ends when all keys have been tried, the runner is freed or the interpreter exits.
+    It ends when all keys have been tried, ``stop`` is called, the runner is freed or the
+    interpreter exits.
 
     Args:
         keys: Keys to capture, in order.
@@ -31,7 +33,7 @@ class BackgroundCapture:
 
     Attributes:
         keys: Keys to capture, in order.
-        pauses: Pauses of steps longer than ``max_pause_us``, with their causes.
+        pauses: Pauses longer than ``max_pause_us``, in which the capture may have delayed steps.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class BackgroundCapture:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Return whether all keys were tried or the capture was stopped."""
+        """Return whether the capture has ended."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> CaptureReport:
@@ -106,4 +108,4 @@ class BackgroundCapture:
 
     def __repr__(self) -> str:
         done = self._captured + len(self._failed) + len(self._skipped)
-        return f"<BackgroundCapture: {done} of {len(self.keys)} keys tried>"
+        return f"<BackgroundCapture: {done} of {counted(len(self.keys), 'key')} tried>"

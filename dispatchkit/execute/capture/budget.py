@@ -1,8 +1,9 @@
 """Budgets for the number and memory of graphs, and the order of eviction.
 
-A budget in bytes is never exceeded: a rehearsal on the device measures the memory of a graph, and a
-graph that would not fit is not captured. Because the graphs of a pool share memory, the whole pool
-is released to free memory, and graphs that are still needed are captured again.
+A rehearsal on the device measures the memory of a graph, and a graph that would exceed a budget in
+bytes is not captured. Backends without rehearsals use a forecast, and a graph that exceeds a budget
+nevertheless is released after its capture. Because the graphs of a pool share memory, the whole
+pool is released to free memory, and graphs that are still needed are captured again.
 
 Two budgets in bytes may apply. The budget of a runner covers the pool and outputs of its lane; the
 budget of a ``GraphMemory`` covers all memory that its runners share.
@@ -26,7 +27,7 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 from dispatchkit.options import MemoryOptions
 
-# A ChurnWarning is issued after this number of evictions per allowed graph.
+# Minimum number of evictions per allowed graph for a ChurnWarning.
 _CHURN = 4
 
 
@@ -128,7 +129,7 @@ class Admission:
         self._forecast, self._evict_others = forecast, evict_others
 
     def ensure_fits(self, num_bytes: int) -> None:
-        """Check that an allocation fits, evicting other graphs if necessary.
+        """Check that an allocation fits, evicting other graphs if a shared budget requires it.
 
         Raises:
             OverBudgetError: The allocation would exceed a budget.
@@ -173,7 +174,7 @@ class Admission:
             return rehearsals.rehearse(
                 trial, stream=self._lane.stream, pool=pool, generators=generators
             )
-        # A graph that needs more memory than forecast is released after its capture.
+        # If the forecast is too low, ``MemoryBudget.check`` releases the graph after its capture.
         return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
 
 
@@ -210,7 +211,7 @@ class MemoryBudget:
         self.score: Callable[[CapturedKey], float] | None = None
 
     def update(self, limits: MemoryOptions) -> Mapping[PoolMember, list[GraphKey]]:
-        """Change the limits, and evict graphs that exceed them.
+        """Change the limits, and evict graphs until the rest fits.
 
         Returns:
             Keys whose graphs were released with the whole pool, for each member of its group. Some
@@ -297,10 +298,21 @@ class MemoryBudget:
         if is_churn and self._once.first():
             warn_at_call(
                 f"{evictions} of {self._counters.captures} captured graphs have been evicted, "
-                "because the batches need more graphs than the budget allows. Increase max_graphs, "
-                "max_bytes or capture_after, or use fewer capture sizes.",
+                f"because the batches need more graphs than the budget allows{self._limits()}. "
+                "Increase the budget or capture_after, or use fewer capture sizes.",
                 ChurnWarning,
             )
+
+    def _limits(self) -> str:
+        """Return the limits that are set, in parentheses for a message."""
+        memory = self._lane.group.memory
+        limits = {
+            "max_graphs": self.limits.max_graphs,
+            "max_bytes": self.limits.max_bytes,
+            "GraphMemory.max_bytes": None if memory is None else memory.max_bytes,
+        }
+        listing = ", ".join(f"{name}={one}" for name, one in limits.items() if one is not None)
+        return f" ({listing})" if listing else ""
 
     def _note_limit(self) -> None:
         memory = self._lane.group.memory

@@ -1,7 +1,8 @@
 """Capture of one key: its warmup and its graphs.
 
-Everything that a warmup changes is restored, and backends guarantee that the capture itself changes
-nothing. A capture therefore has no effect on the caller's steps.
+Everything that a warmup changes is restored, except caches in Python objects, and backends
+guarantee that the capture itself changes nothing. A capture therefore does not change the results
+of the caller's steps.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Capturer:
         keeps_outputs: Whether callers may still read the last results of a graph, so that a proof
             must restore them.
         notes_facts: Whether to store the values built into each graph, for check mode.
-        break_on_unsafe: Whether operators tagged as unsafe to capture run eager in segments.
+        break_on_unsafe: Whether operators tagged as unsafe to capture run eager between segments.
     """
 
     def __init__(
@@ -158,10 +159,10 @@ class Capturer:
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
 
     def is_current(self, captured: CapturedKey) -> bool:
-        """Return whether all values that are built into a graph are current.
+        """Return whether modes and built-in values are the same as when a graph was captured.
 
-        If a value was replaced, comparing the graph with eager proves nothing about the graph. The
-        next replay detects the replacement.
+        Otherwise, comparing the graph with eager proves nothing about the graph. The next replay
+        detects the difference.
         """
         if difference(captured.guard, self._guard.now()):
             return False
@@ -216,12 +217,13 @@ class Capturer:
         """Warm up a key without capturing it, and undo the changes.
 
         Raises:
-            CaptureError: The key is larger than the static inputs.
+            CaptureError: The key is larger than the static inputs, or the step changes Python state
+                in each call, or did so in its first call.
         """
         self._contained(key, partial(self._warm_up, key))
 
     def expect_bytes(self, key: GraphKey) -> int:
-        """Return the memory in bytes that a key's graph and its outputs need in a new pool.
+        """Return the bytes that a key's graph and outputs need in a new pool; 0 if unknown.
 
         Raises:
             CaptureError: The key cannot be warmed up or captured.
@@ -342,7 +344,8 @@ class Capturer:
                     except Exception:
                         if is_again or had_dynamo or not dynamo_is_loaded():
                             raise
-                        # The step imported Dynamo under a mode that was not hidden from Dynamo.
+                        # The step imported Dynamo. The modes of this run were entered earlier, so
+                        # they were not hidden from Dynamo, which may have caused the error.
                         changed = None
                     if changed is not None:
                         self._classify_changes(changed, key)
@@ -364,7 +367,7 @@ class Capturer:
 
             def on_other_rows() -> None:
                 write_noise(buffers.tensors)
-                buffers.clean_from = buffers.clean_to = 0  # no row is known to contain fill
+                buffers.clean_from = buffers.clean_to = 0  # every row may contain noise
                 with self._warmups.contents_watched(key, snapshot):
                     self._warmups.run_once(key)
                 buffers.reset()
@@ -482,7 +485,7 @@ class Capturer:
         elif not layout.fits(outputs, key.num_tokens):
             raise CaptureError(
                 "The outputs of the step have a different structure, shape or dtype in the capture "
-                "than in the warmup. Return the same layout in both.",
+                "than in the warmup. Return the same structure, shapes and dtypes in each call.",
                 key=str(key),
                 reason="output_layout",
             )
@@ -648,10 +651,12 @@ class Capturer:
         has_state = draws or warmups.may_write_scratch()
         if changed or (has_state and not warmups.may_restore()):
             what = named(changed) if changed else "more state than state_limit_bytes allows"
+            alternative = "" if changed else ", or increase state_limit_bytes"
             raise CaptureError(
                 f"The eager call at {calls[0].line} returns a value that may differ in a replay, "
                 f"and the step changes {what}, which could not be restored in that case. Write the "
-                "result into a tensor created by the step (out=...), and return None.",
+                "result into a tensor created by the step (out=...), and return None"
+                f"{alternative}.",
                 reason=Reason.CALL_DIFFERS,
             )
         if not has_state:
@@ -703,7 +708,7 @@ class Capturer:
     ) -> tuple[Link, Any]:
         """Return the link that passes a value to a graph piece, and the value the piece reads."""
         leaves, structure = flatten(value)
-        link = Link([], [], [])
+        link = Link(self._step.pieces[index - 1].name, [], [], [])
         static: list[Any] = []
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):

@@ -71,11 +71,13 @@ class Link:
     """The transfer of an eager piece's results to the next graph.
 
     Attributes:
+        piece: Name of the eager piece.
         copies: Pairs of a leaf index and the static tensor that the leaf is copied into.
         fixed: Leaf index, address and shape of each tensor that always has the same address.
         constants: Leaf index and value of each Python value that is built into the graph.
     """
 
+    piece: str
     copies: list[tuple[int, torch.Tensor]]
     fixed: list[tuple[int, int, torch.Size]]
     constants: list[tuple[int, Any]]
@@ -89,7 +91,7 @@ class Link:
         leaves = leaves_of(value)
         if len(leaves) != len(self.copies) + len(self.fixed) + len(self.constants):
             raise ReplayError(
-                f"An eager piece returned {counted(len(leaves), 'value')}, but "
+                f"Eager piece {self.piece!r} returned {counted(len(leaves), 'value')}, but "
                 f"{len(self.copies) + len(self.fixed) + len(self.constants)} in the capture. "
                 "Return the same structure in each call."
             )
@@ -97,21 +99,21 @@ class Link:
             leaf = leaves[index]
             if not isinstance(leaf, torch.Tensor) or leaf.shape != shape:
                 raise ReplayError(
-                    f"Value {index} of an eager piece must be a tensor of shape {tuple(shape)} as "
-                    f"in the capture, got {describe_value(leaf)}."
+                    f"Value {index} of eager piece {self.piece!r} must be a tensor of shape "
+                    f"{tuple(shape)} as in the capture, got {describe_value(leaf)}."
                 )
             if leaf.data_ptr() != address:
                 raise ReplayError(
-                    f"Value {index} of an eager piece was at address {address:#x} in the capture "
-                    f"and is at {leaf.data_ptr():#x} now. Return either the same memory or newly "
-                    "allocated memory in each call."
+                    f"Value {index} of eager piece {self.piece!r} was at address {address:#x} in "
+                    f"the capture and is at {leaf.data_ptr():#x} now. Return either the same "
+                    "memory or newly allocated memory in each call."
                 )
         for index, constant in self.constants:
             if not is_same_value(leaves[index], constant):
                 raise ReplayError(
-                    f"Value {index} of an eager piece was {constant!r:.40} in the capture and is "
-                    f"{leaves[index]!r:.40} now, but the graph contains it as a constant. Return a "
-                    "tensor instead."
+                    f"Value {index} of eager piece {self.piece!r} was {constant!r:.40} in the "
+                    f"capture and is {leaves[index]!r:.40} now, but the graph contains it as a "
+                    "constant. Return a tensor instead."
                 )
         for index, static in self.copies:
             leaf = leaves[index]
@@ -120,8 +122,8 @@ class Link:
                 static.dtype,
             ):
                 raise ReplayError(
-                    f"Value {index} of an eager piece must be a {static.dtype} tensor of shape "
-                    f"{tuple(static.shape)} as in the capture, got {describe_value(leaf)}."
+                    f"Value {index} of eager piece {self.piece!r} must be a {static.dtype} tensor "
+                    f"of shape {tuple(static.shape)} as in the capture, got {describe_value(leaf)}."
                 )
         if self.copies:
             torch._foreach_copy_(
@@ -174,7 +176,7 @@ class CapturedPieces:
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
-        """The statistics of each segment; empty if the step is declared as pieces."""
+        """The statistics of each segment with operations; empty for a step made of pieces."""
         return tuple(
             SegmentStats(part.num_operations, part.elapsed_us)
             for part in self.parts
@@ -197,8 +199,8 @@ class CapturedPieces:
             has_effect: Whether a replay of a graph piece changes more than its outputs.
 
         Raises:
-            LaunchError: A graph could not be queued, or a call between segments returned a
-                different result than in the capture.
+            LaunchError: A graph could not be queued, or an eager piece or eager call returned a
+                result that differs from that of the capture.
         """
         if self.keep is None:
             return self._launch(num_rows, has_effect=has_effect)
@@ -216,8 +218,8 @@ class CapturedPieces:
         """Run the parts in order without saving state.
 
         Raises:
-            LaunchError: A graph could not be queued, or a call between segments returned a
-                different result than in the capture.
+            LaunchError: A graph could not be queued, or an eager piece or eager call returned a
+                result that differs from that of the capture.
         """
         value: Any = None
         had_grad = torch.is_grad_enabled()
@@ -268,7 +270,8 @@ class CapturedKey:
         axis_cuts: Output dimensions that depend on an axis (see ``io.axes``).
         values: Watch for changes to the Python values built into the graphs.
         rows: Result of the proof that smaller batches may replay.
-        pieces: Graph pieces and the eager pieces between them; None if there is a single graph.
+        pieces: Graph pieces or segments, and the eager work between them; None if there is a single
+            graph.
         row_values: Python values in the outputs, by number of rows and leaf index.
         own_bytes: Pool memory in bytes that no other graph can use while this graph lives.
         released: Whether the graphs were released and must not be launched.

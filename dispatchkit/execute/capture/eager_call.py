@@ -47,7 +47,7 @@ class Result:
     batch_dim: int | None = None
 
     def difference(self, now: Any) -> str:
-        """Return how a value differs from the captured one, as a predicate; empty if equivalent."""
+        """Describe how a value differs, as the end of a sentence; empty if it is equivalent."""
         was = self.value
         if not isinstance(was, torch.Tensor):
             return (
@@ -69,7 +69,7 @@ class Result:
         if now.stride() != self.stride:
             return f"had strides {self.stride} in the capture and has strides {now.stride()} now"
         if not self.is_copied and now.data_ptr() != was.data_ptr():
-            return "was in existing memory in the capture and is in different memory now"
+            return "was an argument, an input or state in the capture and is another tensor now"
         return ""
 
 
@@ -79,8 +79,8 @@ class EagerCall:
 
     Attributes:
         fn: Function to call.
-        args: Positional arguments, whose tensors are kept alive here.
-        kwargs: Keyword arguments.
+        args: Positional arguments. Tensors are kept alive here, unless segments allocated them.
+        kwargs: Keyword arguments, kept alive in the same way.
         line: File and line of the call.
         around: Function that enters the contexts active at the call, such as autocast; None if no
             context was active.

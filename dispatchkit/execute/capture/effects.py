@@ -2,12 +2,15 @@
 
 Warmups, captures and measurements run the step on dummy rows, and replays run no Python. The
 results are correct only if the step does not change Python state. Therefore changes made by runs on
-dummy rows are undone, and three more runs on dummy rows classify the step:
+dummy rows are undone, and up to three more runs on dummy rows classify the step:
 
+- *Other thread*: the first of these runs changes nothing, so another thread made the changes. They
+  are applied again.
 - *Cache*: a second run changes nothing and computes the same results, and a run on other rows
   creates a bitwise equal cache. The cache is kept, because the graph reads it.
 - *First call*: a second run changes nothing, but its results or state differ from those of the
-  first run. The caller's next call runs eager, and the key is captured after it.
+  first run, or the cache depends on the rows. The caller's next call runs eager, and the key is
+  captured after it.
 - *Python state*: every run changes state. The step always runs eager.
 """
 
@@ -57,8 +60,8 @@ class PythonChangedError(CaptureError):
         self.entries = entries
         self._then = [entry.now() for entry in entries]
         super().__init__(
-            f"The step changed {named(entries)} during the capture, but a replay would not change "
-            "it.",
+            f"The step changed {named(entries)} during the capture, but a replay would not do so. "
+            f"{_advice(entries)}.",
             reason=Reason.PYTHON_STATE,
         )
 
@@ -171,22 +174,24 @@ class PythonEffects:
 
         Raises:
             PythonChangedError: The step changed Python state.
-            CaptureError: A value of the step was replaced too often.
+            CaptureError: A value of the step was replaced too often, or the step reads an iterator
+                that cannot be restored.
         """
         if often := [path for path, count in self._replaced.items() if count > MAX_REPLACED]:
             raise CaptureError(
-                f"{often[0]} was replaced more than {MAX_REPLACED} times since its first capture, "
-                "and each replacement invalidates the graphs. Write to it in place "
-                "(tensor.copy_(...)), or pass it as an input.",
+                f"{often[0]} was replaced more than {MAX_REPLACED} times since the first capture, "
+                "and each replacement invalidates the graphs. Keep it in a tensor that is written "
+                "in place (tensor.copy_(...)), or pass it as an input.",
                 reason=Reason.PYTHON_STATE,
             )
         before = self.state()
         read = self.state(graphs_alone=graphs_alone)  # recorded before the block changes anything
         if iterators := read.iterators_read():
+            noun = "iterator" if len(iterators) == 1 else "iterators"
             raise CaptureError(
-                f"The step reads {named(iterators)}, an iterator that a warmup would advance and "
-                "that cannot be restored. Take its next item outside the step, and pass the item "
-                "as an input. Until then, every step runs eager.",
+                f"The step reads the {noun} {named(iterators)}, whose position cannot be restored "
+                "after a warmup. Take the next item outside the step, and pass it as an input. "
+                "Until then, every step runs eager.",
                 reason=Reason.PYTHON_STATE,
             )
         self._graphs_alone = graphs_alone
@@ -278,15 +283,9 @@ class PythonEffects:
                 "after it.",
                 reason=Reason.FIRST_CALL,
             )
-        hint = (
-            "Declare the generator in StepState(generators=[...])"
-            if any(isinstance(one.record.target, torch.Generator) for one in changed)
-            else "Keep this state in a tensor that the step writes in place (self.h.copy_(...), a "
-            "buffer), or change it outside the step"
-        )
         raise CaptureError(
-            f"Each call of the step changes {named(changed)}, but a replay would not change it. "
-            f"{hint}. Until then, every step runs eager.",
+            f"Each call of the step changes {named(changed)}, but a replay would not do so. "
+            f"{_advice(changed)}. Until then, every step runs eager.",
             reason=Reason.PYTHON_STATE,
         )
 
@@ -332,12 +331,22 @@ def named(entries: Sequence[Entry]) -> str:
     return ", ".join(str(entry) for entry in entries[:_MAX_NAMED]) + more
 
 
+def _advice(changed: Iterable[Entry]) -> str:
+    """Return the next step for a step that changes these entries."""
+    if any(isinstance(one.record.target, torch.Generator) for one in changed):
+        return "Declare the generator in StepState(generators=[...])"
+    return (
+        "Keep this state in a tensor that the step writes in place, such as a buffer "
+        "(self.h.copy_(...)), or change it outside the step"
+    )
+
+
 class _Unknown:
     """Marker for a value that cannot be compared; unequal to everything."""
 
 
 def _content(value: Any) -> Any:
-    """Copy a value for a later comparison, including the contents of builtin containers."""
+    """Copy a value for a later comparison, including the contents of dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if is_plain(value) or value is MISSING or is_immutable(value):
@@ -376,7 +385,10 @@ def write_noise(tensors: Iterable[torch.Tensor], *, seed: int = 0) -> None:
 
 
 def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are bitwise equal; NaN equals NaN, and 0.0 differs from -0.0."""
+    """Return whether two tensors are bitwise equal; NaN equals NaN, and 0.0 differs from -0.0.
+
+    Sparse and complex tensors are compared by value instead.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.layout is not torch.strided or one.is_complex():

@@ -55,7 +55,8 @@ def external_step(
         CaptureError: The declared batch dimensions do not match the outputs.
     """
     if not callable(getattr(graph, "replay", None)):
-        raise ConfigError("graph", graph, "an object with a replay() method")
+        hint = "Pass the captured torch.cuda.CUDAGraph, for example."
+        raise ConfigError("graph", graph, "an object with a replay() method", hint)
     bound = inputs.bind((), dict(tensors))
     rows, _ = inputs.as_device().check(bound)
     if rows != key.num_tokens:

@@ -63,26 +63,33 @@ def facts_of(
 
 
 def moved(then: Facts, now: Facts) -> str:
-    """Describe the static inputs, parameters and buffers that moved; empty if none did."""
+    """Describe the static inputs, parameters and buffers that were moved or removed, if any."""
     return _words(then.places, now.places)
 
 
 def changed(then: Facts, now: Facts) -> str:
-    """Describe all differences between two fingerprints; empty if they are equal."""
+    """Describe all differences between two records of a step; empty if there are none."""
     return "; ".join(filter(None, (moved(then, now), _words(then.values, now.values))))
 
 
 def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     found = [
-        f"{name} moved"
-        if isinstance(now.get(name), _Place)
-        else f"{name} changed from {value!r:.40} to {now.get(name)!r:.40}"
+        f"{name} {_change(value, now[name])}" if name in now else f"{name} was removed"
         for name, value in then.items()
         # Identity is compared first, because NaN does not equal itself.
         if now.get(name) is not value and now.get(name) != value
     ]
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return "; ".join(found[:_MOST_NAMED]) + more
+
+
+def _change(then: Any, now: Any) -> str:
+    if isinstance(then, _Place) and isinstance(now, _Place):
+        return "moved"
+    was, current = (
+        "a tensor" if isinstance(one, _Place) else f"{one!r:.40}" for one in (then, now)
+    )
+    return f"changed from {was} to {current}"
 
 
 def _place(tensor: torch.Tensor) -> _Place:

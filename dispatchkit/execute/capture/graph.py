@@ -122,7 +122,8 @@ class GraphMaker:
 
         Args:
             run: Function to capture.
-            slots: Output slot of each output; None if an output stays in the graph's memory.
+            slots: Output slot of each output; None if an output stays in the graph's memory. If
+                empty, all outputs stay there.
             admission: Check of the memory budgets; None if there is no limit.
             name: Name of the operations. Graphs with the same name run the same operations at
                 different sizes.
@@ -169,9 +170,10 @@ class GraphMaker:
             )
         if compiled is not None and FORCE_EAGER.num_begun != begun:
             warn_at_call(
-                "The captured graph may contain uncompiled kernels, because another thread warmed "
-                "up a step at the same time, which disables torch.compile in the whole process. "
-                "Capture runners one after the other, and capture this runner again.",
+                "The captured graph may contain eager instead of compiled kernels, because another "
+                "thread warmed up a step at the same time, which disables torch.compile in the "
+                "whole process. Capture runners one after the other. To replace the graphs of this "
+                "runner, call runner.invalidate() and then runner.capture().",
                 UncompiledCodeWarning,
             )
         if known is not None:
@@ -215,7 +217,10 @@ class GraphMaker:
         """
         lane, segments = self._lane, features_of(self._backend).segments
         if segments is None:
-            raise CaptureError(f"The {self._backend.name} backend does not capture in segments.")
+            raise CaptureError(
+                f"The {self._backend.name} backend cannot capture a step in segments. Use a mode "
+                "without PIECEWISE, such as mode='FULL'."
+            )
         if admission is not None:
             others, kept = _targets_in(SharedMemory(self._device), slots), ArgumentHolder()
 
@@ -274,7 +279,8 @@ class SharedOutputs:
 
     Args:
         run: Function that returns the outputs.
-        targets: Target memory of each output; None if an output stays in the graph's memory.
+        targets: Target memory of each output; None if an output stays in the graph's memory. If
+            empty, all outputs stay there.
 
     Attributes:
         outputs: Outputs in their final memory. The call itself returns None, because a backend

@@ -1,7 +1,8 @@
 """Lifecycle: decide when the keys of a lane are captured, and manage their graphs.
 
-All state changes go through the registry. Callers hold the runner's lock, so no step runs at the
-same time. A graph is released only after the work in flight has finished.
+All state changes go through the registry. Callers hold the lock that steps hold, so no step runs at
+the same time, except where a background capture releases the lock. A graph is released only after
+the work in flight has finished.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent
 from dispatchkit.options import MemoryOptions
-from dispatchkit.registry import GraphRegistry, KeyState
+from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +66,12 @@ def frozen_error() -> RegistryError:
     return RegistryError("The runner is frozen. Call unfreeze() before capturing graphs.")
 
 
+def _failed_too_often(entry: GraphEntry) -> str:
+    """Return the reason for skipping a key whose capture has failed too often."""
+    times = counted(entry.attempts, "time")
+    return f"failed {times}; to retry, call runner.capture(again=True): {entry.reason}"
+
+
 def _reason_of(changed: Iterable[Entry]) -> str:
     """Return the reason to count for replaced values; empty if there are none."""
     are_weights = [isinstance(one.before, _WEIGHTS) for one in changed]
@@ -74,7 +81,7 @@ def _reason_of(changed: Iterable[Entry]) -> str:
 
 
 class Lifecycle:
-    """The life cycle of a lane's keys, which are captured in sessions or on demand.
+    """The life cycle of a lane's keys, which are captured in advance or on demand.
 
     Args:
         capturer: Captures the keys of the lane.
@@ -134,7 +141,7 @@ class Lifecycle:
         return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
 
     def is_under_way(self, key: GraphKey) -> bool:
-        """Return whether a background capture will capture a key."""
+        """Return whether a background capture that includes a key is in progress."""
         background = self.background
         return background is not None and key in background.keys and not background.is_done()
 
@@ -150,7 +157,7 @@ class Lifecycle:
             return MAX_GRAPHS_REACHED
         return NEXT_STEPS[reason]
 
-    # -- sessions -----------------------------------------------------------------------
+    # -- captures in advance ------------------------------------------------------------
 
     def capture_all(
         self,
@@ -159,12 +166,12 @@ class Lifecycle:
         *,
         again: bool = False,
     ) -> CaptureReport:
-        """Capture the keys that have no graph, largest first; failures are only reported.
+        """Capture the keys that have no graph, largest first; failures are reported, not raised.
 
         Args:
             keys: Keys to capture; by default all declared keys.
-            progress: Function called with (done, total, next key) before each capture and at the
-                end.
+            progress: Function called with (done, total, next key) before each capture, and with
+                (total, total, None) at the end.
             again: Whether to retry keys that failed too often.
 
         Raises:
@@ -182,7 +189,7 @@ class Lifecycle:
             if not self._registry.is_enabled(key):
                 skipped[key] = Reason.DISABLED
             elif entry.state is KeyState.FAILED and self._retries.is_over(entry) and not again:
-                skipped[key] = f"failed {counted(entry.attempts, 'time')}: {entry.reason}"
+                skipped[key] = _failed_too_often(entry)
             else:
                 wanted.append(key)
         wanted.sort(key=largest_first)
@@ -215,26 +222,28 @@ class Lifecycle:
 
         Args:
             key: Key to capture.
-            max_pause_us: Maximum delay of a step, in microseconds.
+            max_pause_us: Longest acceptable delay of a step, in microseconds.
             between_operators: Whether steps may run between operators of the captured step.
 
         Returns:
-            The result and the pauses longer than ``max_pause_us``. The result is the error of a
-            failed capture, an explanation if the key was skipped, or None.
+            The problem and the pauses longer than ``max_pause_us``. The problem is the error of a
+            failed capture, the reason for skipping the key, or None if the key was captured.
         """
         turns = self._lane.group.turns
         turns.wait()
         entry = self._registry.get(key)
         if entry is None:
             return "the key is no longer declared", ()
-        if self.is_frozen or self._lane.group.is_asleep:
-            return "the runner is frozen, or its memory is asleep", ()
+        if self.is_frozen:
+            return "the runner is frozen; call unfreeze()", ()
+        if self._lane.group.is_asleep:
+            return "the memory of the graphs is asleep; call memory.wake()", ()
         if entry.state is KeyState.CAPTURED:
             return "the key already has a graph", ()
         if key.mode not in self._modes or not self._registry.is_enabled(key):
             return Reason.DISABLED, ()
         if entry.state is KeyState.FAILED and self._retries.is_over(entry):
-            return f"failed {counted(entry.attempts, 'time')}: {entry.reason}", ()
+            return _failed_too_often(entry), ()
         if not self._budget.has_slot():
             return self._budget.refusal, ()
         beside = self._lane.backend.capabilities.steps_during_captures
@@ -306,7 +315,8 @@ class Lifecycle:
         """Capture the most requested key that has no graph; meant for idle times of a service.
 
         Returns:
-            The key that was tried, or None if all requested keys have graphs.
+            The key that was tried, or None if there is no such key. Keys whose capture failed are
+            not tried again.
         """
         self._check_not_frozen()
         states = (KeyState.DECLARED, KeyState.EVICTED, KeyState.STALE)
@@ -427,10 +437,11 @@ class Lifecycle:
         return not step.rows.open_parts and self._empty_cells(step)
 
     def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
-        """Run a proof and return its result; disable the graph if the proof raises.
+        """Run a proof and return its result, or None if it is skipped or raises.
 
-        The proof is skipped during a background capture and under modes other than those of the
-        capture, because a later call can run it.
+        If the proof raises, the graph is disabled. The proof is skipped during a background
+        capture, and if modes or values differ from those of the capture, because a later call can
+        run it.
         """
         if not self._lane.group.turns.may_capture() or not self._capturer.is_current(step):
             return None
@@ -486,7 +497,7 @@ class Lifecycle:
         """Measure the Python values that a step returns for a number of rows.
 
         If the step cannot run with this number of rows, its graph is disabled. Nothing is measured
-        if the modes differ from those of the capture, because steps do not replay in this case.
+        if modes or values differ from those of the capture, because steps then do not replay.
         """
         if not self._capturer.is_current(captured):
             return
@@ -514,7 +525,7 @@ class Lifecycle:
         return _reason_of(captured.values.differences())
 
     def adopt(self, key: GraphKey, step: CapturedKey) -> None:
-        """Register a graph that was captured outside the runner, within the budget."""
+        """Register a graph that was captured outside the runner, within ``max_graphs``."""
         self._registry.declare([key])
         if self.graphs.entry(key).state is KeyState.CAPTURED:
             self.graphs.evict(key, "replaced")
@@ -534,7 +545,7 @@ class Lifecycle:
         return self._budget.limits
 
     def set_budget(self, limits: MemoryOptions) -> None:
-        """Change the limits, evict graphs that exceed them, and recapture keys that fit."""
+        """Change the limits, evict graphs until the rest fits, and recapture keys that fit."""
         self._capture_lost(self._budget.update(limits))
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:

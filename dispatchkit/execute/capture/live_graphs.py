@@ -67,8 +67,8 @@ class LiveGraphs:
         entry = self._registry.get(key)
         if entry is None:
             raise RegistryError(
-                f"{key} is not declared in this runner. list(runner.registry) returns the "
-                f"{counted(len(self._registry), 'declared key')}."
+                f"{key} is not declared in this runner. Pass a key from list(runner.registry), "
+                f"which has {counted(len(self._registry), 'key')}."
             )
         return entry
 
@@ -80,7 +80,10 @@ class LiveGraphs:
         """
         entry = self.entry(key)
         if entry.state is not KeyState.CAPTURED:
-            raise RegistryError(f"{key} has no graph to evict; its state is {entry.state}.")
+            raise RegistryError(
+                f"{key} has no graph to evict; its state is {entry.state}. Evict only captured "
+                "keys; print(runner) shows the state of each key."
+            )
         self._counters.evictions += 1
         self.num_evicted_for_budget += reason == FOR_BUDGET
         self._evict_graph(key, entry.graph, reason)

@@ -1,4 +1,4 @@
-"""Let steps of other threads run during the phases of a background capture."""
+"""Let steps of other threads run during a background capture."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _T = TypeVar("_T")
 
 #: Phases of a background capture, as reported in ``LongPause.part``.
 WARMUP: Final = "warmup"
-REHEARSAL: Final = "run that measures memory"
+REHEARSAL: Final = "memory measurement"
 CAPTURE: Final = "capture"
-END: Final = "end and instantiation of the graph, by the driver"
-PROOF: Final = "replay that proves its rows"
+END: Final = "graph instantiation"
+PROOF: Final = "row proof"
 
 
 class PacedRun(DispatchMode):
@@ -26,9 +26,9 @@ class PacedRun(DispatchMode):
     Args:
         pacer: Pacer that lets steps run when the lock has been held long enough.
         part: Phase of the capture.
-        lane: Lane whose stream is synchronized after each operator; None if operators are recorded
-            but not executed. The stream then waits for steps that ran in between, because steps and
-            captures may share the workspace of a library.
+        lane: Lane whose stream is synchronized after each operator. If steps ran after an operator,
+            the stream also waits for them, because steps and captures may share the workspace of a
+            library. None if operators are recorded but not executed.
     """
 
     def __init__(self, pacer: Pacer, part: str, lane: Lane | None) -> None:

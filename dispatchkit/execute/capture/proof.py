@@ -4,8 +4,9 @@ A graph computes its whole bucket, and the caller receives the first rows. These
 of eager under two conditions. No row may depend on later rows or on the number of rows, and row i
 of each output must belong to row i of the batch. Therefore each new graph is replayed on three rows
 of noise, followed once by more noise and once by fill. Both replays must return bitwise equal
-results for the three rows. The step also runs eager on one row and on three rows. The results must
-have the same number of rows as those of the graph, and equal values within rounding.
+results for the three rows, unless repeated replays of the same rows differ as well. The step also
+runs eager on one row and on three rows. Its results must have the layout of the graph's results,
+and must equal them within rounding.
 
 Comparing the two replays detects dependences that a comparison with eager misses. A few more rows
 often change a mean or an attention weight by less than the difference between two kernels. The
@@ -131,7 +132,8 @@ class RowProver:
             sizes: Numbers of rows at which the step is known to run.
 
         Returns:
-            The number of rows and the outputs of the last eager run; None if there was no run.
+            The number of rows and the outputs of the last eager run that did not raise; None if
+            there was none.
         """
         counts = _counts_below(key, sizes)
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
@@ -186,12 +188,12 @@ class RowProver:
         key, layout = captured.key, captured.layout
         eager = self._known(key, _counts_below(key, sizes))
         if not eager:
-            return RowProof()  # eager raises for all smaller batches, so no call is padded
+            return RowProof()  # no smaller batch runs eager, so no call is padded
         fitting = {count: one for count, one in eager.items() if not one.mismatch(layout, count)}
         last = max(eager)
         if last not in fitting:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].mismatch(layout, last))
-        # With fill as slots, all rows would read and write the same unused slot.
+        # Integers may be slots: with fill, all rows would read and write the same unused slot.
         has_integers = any(map(_is_from_call, self._lane.buffers_of(key).inputs))
         draws_alike = False
         if not (has_integers and self._warmups.may_write_scratch()):
@@ -303,7 +305,7 @@ class RowProver:
             after = trial.whole(kept, num_real=size - 1)
             index = self._spread(trial, kept, kept < size - 1, before, after)
             if index is not None:
-                return f"output {index} depends on the number of rows of the batch"
+                return f"output {index} depends on the number of rows in the batch"
         return ""
 
     def _spread(
@@ -373,7 +375,7 @@ class RowProver:
                 rows.end()
 
     def _find(self, trial: _Trial, unit: int, eager: dict[int, _Outputs]) -> str:
-        """Describe how the rows of a batch differ from eager; empty if they do not."""
+        """Describe how rows depend on padding or differ from eager; empty if they do neither."""
         noisy = trial.with_noise_after(eager)
         most = next((count for count in eager if count > unit), unit)
         filled = trial.with_fill_after(most)
@@ -387,7 +389,7 @@ class RowProver:
         if index is not None:
             trial.has_overflown = trial.rows.is_free and _has_overflown(behind, filled)
             rows = counted(most, "row")
-            return f"output {index} of a batch of {rows} depends on the padding after it"
+            return f"output {index} of a batch of {rows} depends on the padding rows"
         if any(graph.has_random_state for graph in trial.captured.graphs):
             return ""  # unlike eager, the graph also draws for padding rows
         # Flags that contain fill may hide all positions; results may then legitimately differ.
@@ -1019,7 +1021,7 @@ def _is_chance(
         other: Second result.
         again: Results of repeated replays of the same rows.
         rounding: Largest ``eps`` that the step computes with. The order of additions cannot cause
-            larger differences, so only one repeated replay is checked for them.
+            differences beyond rounding, so for these only one repeated replay is compared.
     """
     difference, spread = _difference(one, other), 0.0
     if not difference:

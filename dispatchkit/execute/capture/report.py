@@ -1,4 +1,4 @@
-"""Reports of capture sessions, and errors of failed captures."""
+"""Reports of captures, and errors of failed captures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dispatchkit.keys.batch import GraphKey
 
 @attrs.frozen
 class CaptureReport:
-    """The report of a capture session.
+    """The report of ``capture`` or of a background capture.
 
     Attributes:
         num_graphs: Number of captured graphs.
-        seconds: Host time of the session in seconds.
-        num_bytes: Memory of the runner's graphs after the session, in bytes.
+        seconds: Host time of the captures in seconds.
+        num_bytes: Memory of the runner's graphs after the captures, in bytes.
         failed: Reason for each key whose capture failed.
-        skipped: Reason for each skipped key (a budget, too many failures).
+        skipped: Reason for each skipped key, such as a budget or too many failures.
     """
 
     num_graphs: int
@@ -38,7 +38,8 @@ class CaptureReport:
         text = f"{graphs} captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
         for what, keys in (("failed", self.failed), ("skipped", self.skipped)):
             for key, reason in list(keys.items())[:1]:
-                text += f"\n{counted(len(keys), 'key')} {what}, first {key}: {reason}"
+                which = ": " if len(keys) == 1 else ", first "
+                text += f"\n{counted(len(keys), 'key')} {what}{which}{key}: {reason}"
         return text
 
     @classmethod
@@ -90,8 +91,12 @@ def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     origin = origin_of(error)
     at = f" at {origin}" if origin else ""
+    text = f"The warmup or capture of {key} raised {type(error).__name__}{at}: {error}"
+    if is_memory:
+        text = text.removesuffix(".")
+        text += ". Capture fewer or smaller sizes, or let runners share a graph pool (GraphMemory)."
     wrapped = CaptureError(
-        f"The warmup or capture of {key} raised {type(error).__name__}{at}: {error}",
+        text,
         key=str(key),
         reason="out_of_memory" if is_memory else "error",
     )
