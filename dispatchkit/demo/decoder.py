@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         return nn.functional.linear(self.norm(hidden), self.head)
 
     def step(self, cache: KVCache) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return a step function for ``GraphRunner``, which runs the model on one cache.
+        """Return a function that runs the model on one cache, as the step of a ``GraphRunner``.
 
         Args:
             cache: The cache that the step writes. Declare its tensors as state of the runner.

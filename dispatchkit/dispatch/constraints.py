@@ -15,13 +15,13 @@ from dispatchkit.keys.modes import RuntimeMode
 
 def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | None:
     """Describe the hard constraint that a decision violates, or return None."""
+    if isinstance(answer, GraphKey):
+        return f"returned the key {answer}. Return a Decision: Decision.replay(key)."
     if not isinstance(answer, Decision):
-        how = " Use Decision.replay(key)." if isinstance(answer, GraphKey) else ""
-        return f"returned {answer!r}; return a Decision or None.{how}"
+        return f"returned {answer!r}; return a Decision or None."
     if not answer.reason:
-        return (
-            f"returned {answer!r} without a reason; give one, because steps are counted by reason."
-        )
+        what = answer.graphs or "eager"
+        return f"chose {what} without a reason; give one, because steps are counted by reason."
     if answer.parts:
         return _broken_by_split(answer, batch, graphs)
     key = answer.key

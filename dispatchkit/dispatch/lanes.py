@@ -247,7 +247,7 @@ def lane_priorities(
         raise PolicyError(name, "stream_priorities", problem, origin=origin) from error
     found = tuple(number for one in answer if (number := whole_number(one)) is not None)
     if len(answer) != num_lanes or len(found) != num_lanes or min(found, default=0) < 0:
-        wanted = counted(num_lanes, "non-negative integer")
-        problem = f"returned {answer!r:.60}; return {wanted}, one per lane."
+        lanes = counted(num_lanes, "lane")
+        problem = f"returned {answer!r:.60}; return one non-negative integer per lane ({lanes})."
         raise PolicyError(name, "stream_priorities", problem, origin=origin, value=answer)
     return found

@@ -659,7 +659,7 @@ FAULTS = [
     (Decision(FULL, None, "x"), "chose mode FULL without a key"),
     (Decision(FULL, mixed(16), "x"), "chose mode FULL with a key of mode PIECEWISE"),
     ((PIECEWISE, mixed(16)), "return a Decision or None"),
-    (mixed(16), r"return a Decision or None. Use Decision.replay\(key\)"),
+    (mixed(16), r"Return a Decision: Decision.replay\(key\)"),
     (True, "return a Decision or None"),
     (ZeroDivisionError("by zero"), "raised ZeroDivisionError on .*: by zero"),
 ]

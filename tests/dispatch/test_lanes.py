@@ -38,5 +38,5 @@ def test_stream_priorities_are_as_the_policy_says():
 
 @pytest.mark.parametrize("answer", [(0, -1), (True, 0), (0, "1"), (0, 1.0), (0,), (0, 0, 0)])
 def test_priorities_that_are_not_whole_numbers_from_0_for_each_lane_are_refused(answer):
-    with pytest.raises(PolicyError, match="return 2 non-negative integers, one per lane"):
+    with pytest.raises(PolicyError, match=r"return one non-negative integer per lane \(2 lanes\)"):
         lane_priorities(Urgent(answer), 2, name="mine")

@@ -174,7 +174,7 @@ class ChoosesUnassignedLanes(InTurn):
         return [key.num_tokens % num_lanes]
 
 
-@planted("stream priorities fit the lanes", r"stream_priorities: returned \(1,\); return 2 non-neg")
+@planted("stream priorities fit the lanes", r"stream_priorities: returned \(1,\); return one non")
 class OnePriority(InTurn):
     """Returns one priority for all lanes instead of one per lane."""
 
