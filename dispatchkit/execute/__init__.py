@@ -43,11 +43,11 @@ from dispatchkit.execute.slots import RawBank, SlotMove, SlotRows, SlotState
 from dispatchkit.execute.step.breaks import eager_region, graph_break
 from dispatchkit.execute.step.guard import Guard, Watched
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
-from dispatchkit.execute.step.python_state import declare_bookkeeping
 from dispatchkit.execute.step.ranges import NvtxRanges
 from dispatchkit.execute.step.reasons import EagerStepWarning, PaddedDrawsWarning
 from dispatchkit.execute.step.state import StepState, storage_of
 from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support, limited_support
+from dispatchkit.execute.step.walk import declare_bookkeeping
 from dispatchkit.observe.counters import RunnerStats
 
 __all__ = [

@@ -31,14 +31,10 @@ torch = pytest.importorskip("torch")
 
 from dispatchkit import GraphRunner, StaticInput, graphed  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
-from dispatchkit.execute.step.container_kinds import (  # noqa: E402
-    is_same,
-)
-from dispatchkit.execute.step.python_state import (  # noqa: E402
-    PythonState,
-    declare_bookkeeping,
-    restore,
-)
+from dispatchkit.execute.step.container_kinds import is_same  # noqa: E402
+from dispatchkit.execute.step.python_state import PythonState  # noqa: E402
+from dispatchkit.execute.step.records import restore  # noqa: E402
+from dispatchkit.execute.step.walk import declare_bookkeeping  # noqa: E402
 
 COUNT = 0
 TABLE: dict[str, Any] = {"kept": 1}
@@ -77,6 +73,10 @@ class Shared:
 def _bump_global() -> None:
     global COUNT
     COUNT += 1
+
+
+def _bump_by_name() -> None:
+    globals()["COUNT"] += 1
 
 
 def _nonlocal() -> tuple[Callable[[], None], Callable[[], Any]]:
@@ -319,6 +319,7 @@ def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
     ("fn", "path"),
     [
         (_bump_global, "COUNT"),
+        (_bump_by_name, "COUNT"),
         (_nonlocal()[0], "n"),
         (_table, "TABLE['new']"),
         (_default, "a default of _default[0]"),
@@ -328,7 +329,15 @@ def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
         (Plain().seen.append, None),
     ],
     ids=[
-        *("global", "nonlocal", "global dictionary", "default", "partial", "its own attribute"),
+        *(
+            "global",
+            "name of a global",
+            "nonlocal",
+            "global dictionary",
+            "default",
+            "partial",
+            "its own attribute",
+        ),
         *("a module", "builtin"),
     ],
 )

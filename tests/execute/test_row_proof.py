@@ -23,7 +23,7 @@ from dispatchkit import (  # noqa: E402
     graphed,
 )
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
-from dispatchkit.execute.step.python_state import declare_bookkeeping  # noqa: E402
+from dispatchkit.execute.step.walk import declare_bookkeeping  # noqa: E402
 
 WIDTH = 4
 INPUT = {"x": StaticInput((None, WIDTH), "float32")}

@@ -54,7 +54,7 @@ from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.guard import Guard, difference
-from dispatchkit.execute.step.python_state import Entry
+from dispatchkit.execute.step.records import Entry
 from dispatchkit.execute.step.state import Snapshot, StorageSet, plain_tensor, restored
 from dispatchkit.execute.step.support import breaking_names
 from dispatchkit.keys.batch import GraphKey

@@ -33,11 +33,8 @@ from dispatchkit.execute.step.container_kinds import (
     is_same,
 )
 from dispatchkit.execute.step.pieces import Piece
-from dispatchkit.execute.step.python_state import (
-    Entry,
-    PythonState,
-    restore,
-)
+from dispatchkit.execute.step.python_state import PythonState
+from dispatchkit.execute.step.records import Entry, restore
 from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.execute.step.values import ValueWatch
 

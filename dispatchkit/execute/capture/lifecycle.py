@@ -32,8 +32,8 @@ from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, 
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import LongPause, Pacer, PoolMember
-from dispatchkit.execute.step.python_state import Entry
 from dispatchkit.execute.step.reasons import MAX_GRAPHS_REACHED, NEXT_STEPS, REPLACED
+from dispatchkit.execute.step.records import Entry
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters

@@ -28,16 +28,11 @@ from typing import Any, Final
 import attrs
 import torch
 
+from dispatchkit.execute.step.origins import is_library_module
+
 MISSING: Final = object()
 """Marker for a missing entry."""
 
-#: Packages whose globals and class attributes do not count as state of a step.
-LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"__main__"} | {
-    "torch",
-    "numpy",
-    "attr",
-    "attrs",
-}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 #: Attributes that every module has besides its members, including hooks.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -530,7 +525,7 @@ def _is_iterator(value: Any) -> bool:
         return False
     advance: Any = type(value).__next__
     is_python = isinstance(advance, types.FunctionType)
-    return not is_python or advance.__module__.partition(".")[0] in LIBRARIES
+    return not is_python or is_library_module(advance.__module__)
 
 
 #: Classes of libraries that are written in Python, and their attributes with state.

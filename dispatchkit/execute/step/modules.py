@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dispatchkit.execute.step.code_names import codes_of, functions_of
+
 
 def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a callable refers to, including the callable itself.
@@ -46,19 +48,6 @@ def _held(fn: Any) -> Iterator[Any]:
                 yield plain.__globals__[name]
 
 
-def functions_of(fn: Any) -> Iterator[types.FunctionType]:
-    """Yield the function that a callable runs, followed by the functions that it wraps."""
-    if isinstance(fn, functools.partial):
-        fn = fn.func
-    if not isinstance(fn, (types.FunctionType, types.MethodType, torch.nn.Module)):
-        fn = getattr(type(fn), "__call__", None)  # noqa: B004 - the method itself is needed
-    seen: set[int] = set()
-    while isinstance(fn := getattr(fn, "__func__", fn), types.FunctionType) and id(fn) not in seen:
-        seen.add(id(fn))
-        yield fn
-        fn = getattr(fn, "__wrapped__", None)
-
-
 def _names(fn: Any) -> set[str]:
     """Return all names in the code of a callable, including attribute names."""
     codes = [code for plain in functions_of(fn) for code in codes_of(plain.__code__)]
@@ -69,14 +58,6 @@ def _globals_named(code: types.CodeType) -> set[str]:
     """Return the names of globals in a code object; ``co_names`` would include attributes."""
     parts = [one for part in codes_of(code) for one in dis.get_instructions(part)]
     return {one.argval for one in parts if one.opname == "LOAD_GLOBAL"}
-
-
-def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code object and, recursively, the code objects nested in it."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from codes_of(const)
 
 
 def _named(holder: Any, names: set[str]) -> Iterator[Any]:

@@ -41,11 +41,8 @@ from dispatchkit.execute.step.container_kinds import (
     address_of,
     is_same,
 )
-from dispatchkit.execute.step.python_state import (
-    Container,
-    Entry,
-    PythonState,
-)
+from dispatchkit.execute.step.python_state import PythonState
+from dispatchkit.execute.step.records import Container, Entry
 
 _T = TypeVar("_T")
 
