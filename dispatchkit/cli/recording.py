@@ -240,8 +240,8 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         writer: An open writer; it receives the steps in the order of their dispatch.
 
     Yields:
-        A counter of omitted steps. Its keys are axis names as text, such as ``length and width``, or
-        ``none``. A step is omitted if its axes differ from those of the first step.
+        A counter of omitted steps. Its keys are axis names as text, such as ``length and width``,
+        or ``none``. A step is omitted if its axes differ from those of the first step.
     """
     decide = Dispatcher.dispatch
     lock = threading.Lock()
