@@ -120,7 +120,6 @@ class PolicySwappedEvent:
         policy: Name of the new policy.
         epoch: Number of the new epoch, starting at 0.
         previous: Name of the previous policy; None for the initial policy.
-        reason: The reason for the swap, as text; may be empty.
     """
 
     callback: ClassVar[str] = "on_policy_swapped"
@@ -128,7 +127,6 @@ class PolicySwappedEvent:
     policy: str
     epoch: int
     previous: str | None = None
-    reason: str = ""
 
 
 @attrs.frozen(kw_only=True)
