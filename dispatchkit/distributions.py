@@ -81,7 +81,8 @@ def load_attribute(name: str, what: str = "") -> Any:
 
     Args:
         name: A name of kind ``attribute``, defined in the package of its distribution.
-        what: Name to use in messages; by default ``dispatchkit.<name>``.
+        what: Subject of the message, such as ``explain --trace``; by default
+            ``dispatchkit.<name>``.
 
     Raises:
         MissingDistributionError: The distribution is not installed.

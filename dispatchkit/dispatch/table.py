@@ -1,9 +1,9 @@
 """The dispatcher's table, with a decision for each cell.
 
-A cell is (code of allowed modes, query class, variant, tokens). The variant is the number of
-adapters or, with axes, a number computed from adapters and buckets. Cells are filled on first use,
-and a row is created with its first cell. Rows are lists indexed by the number of tokens; in tables
-above a million cells they are bounded dicts.
+A cell is identified by the code of the allowed modes, the query class, the variant and the number
+of tokens. The variant is the number of adapters or, with axes, a number computed from adapters and
+buckets. Cells are filled on first use, and a row is created with its first cell. Rows are lists
+indexed by the number of tokens; in tables above a million cells they are bounded dicts.
 
 Writers hold the dispatcher's lock. Readers of a row need no lock, because each change of a row is a
 single list or dict operation, which is atomic.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 from unittest.mock import Mock
 
@@ -238,6 +239,20 @@ def test_declared_batch_dimensions_that_do_not_fit(make_runner, dims):
     failed = runner.capture().failed
     assert len(failed) == 4
     assert all("output_layout" in why for why in failed.values())
+
+
+def test_outputs_that_change_between_warmup_and_capture_are_compared(make_runner):
+    calls = queue.SimpleQueue()
+
+    def step(tokens):
+        calls.put(None)
+        return tokens if calls.qsize() == 1 else tokens.double()
+
+    options = RunnerOptions(
+        buffers=BufferOptions(output_batch_dims=0), capture=CaptureOptions(prove_rows=False)
+    )
+    (why,) = make_runner(step, sizes=[4], options=options).capture().failed.values()
+    assert "output 0 is a torch.float64 tensor of shape (4,) instead of a torch.int64" in why
 
 
 def test_python_numbers_among_outputs(make_runner):

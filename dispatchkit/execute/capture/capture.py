@@ -482,10 +482,10 @@ class Capturer:
         lane, warmups = self._lane, self._warmups
         if layout is None:
             layout = warmups.declared(outputs, key.num_tokens)
-        elif not layout.fits(outputs, key.num_tokens):
+        elif problem := layout.mismatch(*flatten(outputs), key.num_tokens):
             raise CaptureError(
-                "The outputs of the step have a different structure, shape or dtype in the capture "
-                "than in the warmup. Return the same structure, shapes and dtypes in each call.",
+                f"The outputs of the step differ between warmup and capture: {problem}. Return the "
+                "same structure, shapes and dtypes in each call.",
                 key=str(key),
                 reason="output_layout",
             )

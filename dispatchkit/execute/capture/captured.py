@@ -266,7 +266,7 @@ class CapturedKey:
         guard: Fingerprint of the modes and modules at the capture.
         facts: Addresses and values built into the graphs; None outside check mode.
         has_effect: Whether a replay changes more than its outputs (state or random generators).
-        draws: Whether the step drew random numbers in its warmup or capture.
+        draws: Whether a replay may draw random numbers.
         axis_cuts: Output dimensions that depend on an axis (see ``io.axes``).
         values: Watch for changes to the Python values built into the graphs.
         rows: Result of the proof that smaller batches may replay.

@@ -323,9 +323,12 @@ class PythonEffects:
 
 
 def named(entries: Sequence[Entry]) -> str:
-    """Describe the first entries, with class, file and line."""
-    more = f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
-    return ", ".join(str(entry) for entry in entries[:_MAX_NAMED]) + more
+    """Describe the first entries, with class and, if known, file and line."""
+    parts = [str(entry) for entry in entries[:_MAX_NAMED]]
+    if len(entries) > _MAX_NAMED:
+        parts.append(f"{len(entries) - _MAX_NAMED} more")
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _advice(changed: Iterable[Entry]) -> str:

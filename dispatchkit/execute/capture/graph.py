@@ -130,7 +130,7 @@ class GraphMaker:
             notes: Notes of the preceding warmup, which ran the same operations.
             compiled: Properties of the functions wrapped in torch.compile that the function calls.
                 A capture on a device cannot observe them, because they run compiled.
-            draws: Whether the function drew random numbers in its warmup.
+            draws: Whether the function may draw random numbers; False if its warmup drew none.
         """
         lane = self._lane
         if admission is not None:
@@ -213,7 +213,7 @@ class GraphMaker:
             admission: Check of the memory budgets; None if there is no limit.
             breaks: Operators at which the function is split.
             compiled: Whether the function calls functions wrapped in torch.compile.
-            draws: Whether the function drew random numbers in its warmup.
+            draws: Whether the function may draw random numbers; False if its warmup drew none.
         """
         lane, segments = self._lane, features_of(self._backend).segments
         if segments is None:

@@ -69,7 +69,7 @@ def frozen_error() -> RegistryError:
 def _failed_too_often(entry: GraphEntry) -> str:
     """Return the reason for skipping a key whose capture has failed too often."""
     times = counted(entry.attempts, "time")
-    return f"failed {times}; to retry, call runner.capture(again=True): {entry.reason}"
+    return f"failed {times} (runner.capture(again=True) retries it): {entry.reason}"
 
 
 def _reason_of(changed: Iterable[Entry]) -> str:

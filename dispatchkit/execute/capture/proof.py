@@ -280,7 +280,7 @@ class RowProver:
         return attrs.evolve(known, coupling=found, open_parts=open_parts)
 
     def _coupling(self, trial: _Trial) -> str:
-        """Describe a dependence between rows of a full batch; empty if there is none."""
+        """Describe why a graph cannot serve part of a split batch; empty if it can."""
         captured, size = trial.captured, trial.captured.key.num_tokens
         generator = torch.Generator().manual_seed(size)
         is_one = torch.zeros(size, dtype=torch.bool)
@@ -479,7 +479,7 @@ class RowProver:
     def _differs(
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
     ) -> str:
-        """Return the first output or state that differs from eager; empty if all are equal."""
+        """Name the first output or state that differs from eager; empty if all are equal."""
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         eager = self._reference(key, rows, snapshot, count)
         found = self._difference(trial, got, state, eager, count)
@@ -571,7 +571,7 @@ class _Rows:
         far_from: Index of a row whose magnitude is far from the magnitudes of all earlier rows, or
             None.
         head: Number of leading rows that are the same for all sizes.
-        has_integers: Whether any input contains integers or flags.
+        has_integers: Whether any input other than slots contains integers or flags.
         is_varied: Whether integers or flags of the call differ from fill.
         num_given: Number of rows in the call.
     """
