@@ -112,9 +112,10 @@ class Capturer:
     def allows_turns(self, key: GraphKey) -> bool:
         """Return whether steps may run between the phases of a key's capture.
 
-        This requires that the runs of the capture do not affect steps: they change no state, draw
-        no random numbers and replay no other graph. Steps may change the data that these runs read,
-        because the results of the runs are discarded.
+        This requires that the runner has one lane, and that the runs of the capture do not affect
+        steps: they change no state, draw no random numbers, call no function of torch.compile and
+        replay no other graph. Steps may change the data that these runs read, because the results
+        of the runs are discarded.
         """
         return (
             key.mode is RuntimeMode.FULL and not self._lane.has_peers and self._warmups.is_pure(key)
@@ -290,7 +291,8 @@ class Capturer:
         """Return the Python values in a step's outputs for a number of rows, by leaf index.
 
         Raises:
-            CaptureError: The outputs have a different layout than at the key's size.
+            CaptureError: The outputs have a different layout than at the key's size, or the step
+                changes Python state.
         """
         key = captured.key
 
@@ -316,9 +318,9 @@ class Capturer:
         return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
     def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
-        """Run the step on dummy rows and undo all its changes, including those to thread modes.
+        """Call a function that runs the step; undo all changes, including those to thread modes.
 
-        If the step creates a cache in Python, the cache is kept and the run is repeated.
+        If the step creates a cache in Python, the cache is kept and the function is called again.
 
         Raises:
             CaptureError: The step changes Python state in each call, or did so in its first call.
