@@ -2,7 +2,7 @@
 
 A call launches on the caller's stream, which orders it with the caller's other work at no cost. If
 the stream changes between two steps, the new stream waits for the old one, because the steps share
-static inputs. Eager steps do not use static inputs, so they wait only if they change state.
+static inputs. Eager steps do not write static inputs, so they wait only if they change state.
 
 The pool and the stream for warmups, captures and ``submit`` belong to the lane's group, which may
 also contain lanes of other runners (see ``memory.pool_group``).
@@ -35,8 +35,9 @@ MAX_CACHING_PLANS = 2048
 class Chain:
     """The order of steps on several lanes that access the same memory.
 
-    Steps that change state and graphs that draw random numbers are part of the chain. These graphs
-    share the device memory to which their seed and offset are written before each replay.
+    The chain contains steps that change state, unless ``disjoint_state`` is set, and graphs that
+    draw random numbers. These graphs share the device memory to which their seed and offset are
+    written before each replay.
 
     Args:
         backend: The backend on which the lanes run.
@@ -74,7 +75,8 @@ class Lane:
         inputs: The declarations of the inputs.
         num_rows: Number of rows in the buffers: the largest bucket, not the largest batch.
         row_count: Whether graphs read the number of real rows from device memory.
-        inputs_at: Function that returns the inputs for given axis buckets; None without axes.
+        inputs_at: Function that returns the declarations for given axis buckets; None if no axis is
+            a dimension of an input.
 
     Attributes:
         group: The group that owns the pool and the stream.
@@ -191,7 +193,7 @@ class Lane:
         """Block until no step of the lane is in flight."""
         if self.last_stream is not None:
             self.last_stream.synchronize()
-        # During a background capture, this stream has no steps and must not be synchronized.
+        # During a background capture, the group's stream has no steps and must not be synchronized.
         if not self.group.turns.is_under_way:
             self.stream.synchronize()
 
@@ -208,7 +210,7 @@ class Lane:
         """Exclude steps of other lanes while state is saved and restored.
 
         On entry, wait for the steps in flight on other lanes, whose changes would otherwise be
-        lost. On exit, wait for the work of this lane.
+        lost. On exit, wait for the work of this lane if there are other lanes.
         """
         for reference in self._peers:
             peer = reference()
@@ -224,12 +226,14 @@ class Lane:
 
     @property
     def pacer(self) -> Pacer | None:
-        """The pacer of this thread's background capture, or None."""
+        """The pacer of this thread's background capture; None if steps may not run during it."""
         pacer = self.group.turns.pacer
         return pacer if pacer is not None and pacer.allows_turns else None
 
     def let_steps_run(self, part: str) -> bool:
         """Let other threads run steps between two phases of a background capture.
+
+        Do nothing outside background captures, and in those during which steps may not run.
 
         Args:
             part: Name of the phase that has finished.
@@ -287,17 +291,17 @@ class Lane:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the outputs that graphs share."""
+        """Bytes of outputs that graphs share, and of results of eager pieces that graphs read."""
         return self.outputs.num_bytes + self.between.num_bytes
 
     def drop_outputs(self) -> None:
-        """Drop the output memory after its graphs were released."""
+        """Release the output memory, after the graphs that write it were destroyed."""
         self.forget_plans()
         self.outputs.clear()
         self.between.clear()
 
     def measuring(self, part: str) -> AbstractContextManager[None]:
-        """Return a context that counts new driver memory as ``part`` of the ``GraphMemory``."""
+        """Return a context that adds new driver memory to a ``part`` of the memory account."""
         memory = self.group.memory
         return nullcontext() if memory is None else memory.measuring(self.backend, part)
 

@@ -1,7 +1,7 @@
 """PackedRunner: pack items of different lengths into steps.
 
-Texts, images and clips differ in length, and padding each item to the longest one wastes most of
-the batch. A packed step instead computes the concatenated tokens of several items and receives the
+Texts, images and clips differ in length, and padding each item to the longest one can waste most of
+the batch. A packed step instead runs on the concatenated tokens of several items and receives the
 offset of each item. A packer assigns the items to steps (see ``dispatch/packing``).
 """
 
@@ -62,9 +62,9 @@ class PackedRunner:
             runner,
             GraphRunner,
             "runner",
-            "A RankedRunner cannot pack items, because its ranks would run different numbers of "
-            "steps. Pack the items first, call the runner once per bin, and call idle() on ranks "
-            "that have fewer bins.",
+            "Pass GraphRunner(step, ...). A RankedRunner is not supported, because its ranks would "
+            "run different numbers of steps. Pack the items with pack_items(), call the "
+            "RankedRunner once per bin, and call idle() on ranks that have fewer bins.",
         )
         axes = {axis.name: axis for axis in runner.config.axes}
         if set(axes) != {items}:
@@ -72,14 +72,15 @@ class PackedRunner:
             if len(axes) == 1:
                 hint = f"Pass items={next(iter(axes))!r}."
             else:
-                names = ", ".join(sorted(axes)) or "none"
-                hint = f"The runner has the axes: {names}. Create it with one axis, for the items."
+                found = f"the axes {', '.join(sorted(axes))}" if axes else "no axes"
+                hint = f"The runner has {found}. Create it with axes=[Axis({items!r}, buckets)]."
             raise ConfigError("items", items, allowed, hint)
         if runner.spec.outputs != "owned":
             hint = "Create the runner with outputs='owned'."
             raise ConfigError("outputs", runner.spec.outputs, "'owned' for packed items", hint)
-        kinds = (results,) if isinstance(results, str) else tuple(results)
-        if not kinds or set(kinds) - {"token", "item"}:
+        given: Any = results
+        kinds = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+        if not kinds or not all(kind in ("token", "item") for kind in kinds):
             allowed = "'token' or 'item', or a sequence with one of them for each output"
             raise ConfigError("results", results, allowed)
         self.runner: GraphRunner = runner
@@ -108,6 +109,8 @@ class PackedRunner:
                 sorted(others) or sorted(specs),
                 f"indexed by token (at least one input) or by item (dimension 0 is {items!r}), or "
                 f"named {', '.join(COMPUTED_INPUTS)}",
+                "Declare token inputs as StaticInput((None, ...)), and item inputs as "
+                f"StaticInput(({items!r}, ...)).",
             )
         self._device = torch.device(runner.backend.torch_device)
 
@@ -117,7 +120,7 @@ class PackedRunner:
         Args:
             inputs: For each input with tokens as rows, a sequence with one tensor per item, whose
                 dimension 0 is the length of the item. For each input with items as rows, a sequence
-                with one value per item.
+                with one value per item. Computed inputs are not passed.
 
         Returns:
             The results of each item, in the structure that the step returns.
@@ -146,7 +149,7 @@ class PackedRunner:
         return found
 
     def _checked(self, inputs: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Return the length of each item."""
+        """Validate the inputs of a call, and return the length of each item."""
         wanted = [*self._of_tokens, *self._of_items]
         for name in (*wanted, *inputs):
             if name not in inputs or name not in wanted:
@@ -167,12 +170,16 @@ class PackedRunner:
             for item, value in enumerate(inputs[name]):
                 length = int(value.shape[0])
                 if not length:
-                    raise InputError(name, f"Item {item} has no tokens; omit it.")
+                    raise InputError(
+                        name,
+                        f"Item {item} has no tokens in {name!r}. Omit the item from all inputs.",
+                    )
                 if length != lengths[item]:
                     raise InputError(
                         name,
-                        f"Item {item} has {counted(length, 'token')}, but {lengths[item]} in "
-                        f"{lead!r}. Pass the same number in all inputs that are indexed by token.",
+                        f"Item {item} has {counted(length, 'token')} in {name!r}, but "
+                        f"{lengths[item]} in {lead!r}. Pass the same number in all inputs that are "
+                        "indexed by token.",
                     )
         return lengths
 
@@ -219,9 +226,10 @@ class PackedRunner:
                 "results",
                 self._results,
                 "'token' or 'item' for each output, according to its dimension 0",
-                f"The call has {counted(num_rows['token'], 'token')} and "
-                f"{counted(num_rows['item'], 'item')}; the outputs have shapes "
-                f"{', '.join(str(tuple(shape)) for shape in shapes)}.",
+                f"A step with {counted(num_rows['token'], 'token')} and "
+                f"{counted(num_rows['item'], 'item')} returned "
+                f"{counted(len(leaves), 'output')} of shape "
+                f"{', '.join(str(tuple(shape)) for shape in shapes) or 'unknown'}.",
             )
         parts = [
             leaf.split(list(lengths)) if kind == "token" else leaf.unbind(0)

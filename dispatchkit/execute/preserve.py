@@ -15,13 +15,13 @@ from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
 def preserved_state(runner: GraphRunner) -> Iterator[None]:
     """Restore the state that steps change inside a ``with`` block.
 
-    This includes declared state (a KV cache, for example), undeclared memory that the step was seen
-    to write during a capture, and random generators. Entering the block synchronizes with the
+    This includes declared state (a KV cache, for example), other memory that the captured graphs
+    of the first lane keep alive, and random generators. Entering the block synchronizes with the
     device.
 
     Args:
-        runner: The runner whose steps run in the block. Undeclared writes are detected only for
-            captured graphs.
+        runner: The runner whose steps run in the block. Writes to undeclared memory are undone only
+            if a captured graph keeps that memory alive.
     """
     state = runner.spec.state
     snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)

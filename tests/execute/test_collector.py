@@ -100,7 +100,7 @@ def swapped(model) -> GraphRunner:
 
 def refused_swap(model) -> GraphRunner:
     runner = stepped(model)
-    with pytest.raises(Exception, match="rows in the static inputs"):
+    with pytest.raises(Exception, match="static inputs have only 4 rows"):
         runner.swap(sizes=(64,))
     return runner
 

@@ -123,7 +123,9 @@ def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet
     decision = runner.dispatcher.dispatch(3, loras=runner.config.variant(length=20))
     given = {"tokens": torch.arange(3), "length": 20}
     assert runner.decisions.run(decision, given).tolist() == [32, 33, 34]
-    with pytest.raises(InputError, match=r"buckets \(16,\), but the decision is for \(32,\)"):
+    with pytest.raises(
+        InputError, match=r"buckets \(16,\), but the decision is for buckets \(32,\)"
+    ):
         runner.decisions.run(decision, given | {"length": 16})
     with pytest.raises(InputError, match="no value"):
         runner.decisions.run(decision, {"tokens": torch.arange(3)})

@@ -491,7 +491,7 @@ BY_UNKNOWN_NAME = RunnerOptions(lanes=LaneOptions(lane_policy="nowhere"))
         ({"lanes": 5, "backend": TapeBackend(max_streams=4)}, "lanes must be at most 4"),
         ({"lanes": 2, "options": RunnerOptions(check=3)}, "check must be 0 with several lanes"),
         ({"lanes": Lanes(2, InTurn)}, r"Pass an instance: InTurn\(\.\.\.\)"),
-        ({"lanes": Lanes(2, InTurn()), "options": OF_A_LANE_POLICY}, "in only one place"),
+        ({"lanes": Lanes(2, InTurn()), "options": OF_A_LANE_POLICY}, "omitted if Lanes contains"),
         ({"lanes": 1, "options": BY_UNKNOWN_NAME}, "lane policy must be one of.*'nowhere'"),
     ],
     ids=["none", "bool", "more than streams", "check", "class", "options", "name"],
@@ -503,9 +503,7 @@ def test_what_does_not_go_with_lanes_is_refused(make_runner, settings, message):
 
 def test_each_lane_learns_for_itself(make_runner, policy):
     policy.observe = lambda outcome: None
-    with pytest.raises(
-        ConfigError, match="is a policy that learns, so several lanes cannot share it"
-    ):
+    with pytest.raises(ConfigError, match="is a policy that learns, so 2 lanes cannot share it"):
         make_runner(network, ROWS, policy=policy, lanes=Lanes(2, InTurn()))
 
 
@@ -532,7 +530,7 @@ def test_a_view_is_not_copied_and_not_given_out_once_it_is_overwritten(make_lane
     assert len(set(memory)) == 3
     second = runner.submit(torch.ones(4, 8))
     assert (second.lane, second.result()[0].data_ptr()) == (0, memory[0])
-    with pytest.raises(ReplayError, match="a later step of lane 0 has overwritten it"):
+    with pytest.raises(ReplayError, match="a later step of lane 0 may have overwritten"):
         first[0].result()
     first[0].synchronize()
     assert first[1].result()[0].data_ptr() == memory[1]

@@ -143,7 +143,7 @@ def test_bins_replay_and_are_counted_as_steps():
             "each as a sequence with one value per item",
         ),
         ({"x": [torch.randn(2, WIDTH)], "scale": []}, "same number of items"),
-        ({"x": [torch.randn(0, WIDTH)], "scale": [torch.zeros(())]}, "Item 0 has no tokens"),
+        ({"x": [torch.randn(0, WIDTH)], "scale": [torch.zeros(())]}, "Item 0 has no tokens in 'x'"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(call, problem):
@@ -175,6 +175,7 @@ def test_a_packers_fault_is_named():
         ),
         ({}, {"results": "row"}, "'token' or 'item'"),
         ({}, {"results": ()}, "'token' or 'item'"),
+        ({}, {"results": 3}, "'token' or 'item', or a sequence .* got 3"),
     ],
 )
 def test_runners_that_cannot_be_packed_are_refused(change, options, problem):

@@ -120,7 +120,7 @@ def test_the_last_values_of_a_matrix_go_on_along_each_axis(make_runner):
 @pytest.mark.parametrize("shape", [(None,), (4,), (None, "requests"), ()])
 def test_the_last_value_is_for_inputs_along_an_axis(shape):
     """Rows of any batch are filled with one value."""
-    with pytest.raises(ConfigError, match="fill must be a number unless"):
+    with pytest.raises(ConfigError, match="fill must be a number, unless"):
         StaticInput(shape, "int32", fill="last")
 
 

@@ -161,7 +161,7 @@ def test_a_lazy_runner_captures_new_sizes_when_they_are_asked_for(make_runner):
 
 
 def test_larger_sizes_need_room_that_was_made_for_them(runner, make_runner):
-    with pytest.raises(ConfigError, match=r"at most 8.*buffer_rows=16"):
+    with pytest.raises(ConfigError, match=r"16 tokens.*only 8 rows.*buffer_rows=16"):
         runner.swap(config=DispatchConfig(sizes=(8, 16), mode="FULL"))
     roomy = make_runner(
         double, max_num_tokens=16, options=RunnerOptions(buffers=BufferOptions(buffer_rows=16))
@@ -270,7 +270,12 @@ def test_a_capture_that_fails_ahead_leaves_all_as_it_was_and_says_why(runner, ba
         return capture(backend, run, **options)
 
     backend.capture = second_fails
-    refused(runner, SwapError, r"'smallest' stays in force.*tokens=3: host_sync", sizes=(3, 6, 8))
+    refused(
+        runner,
+        SwapError,
+        r"'smallest' and its configuration stay.*tokens=3: host_sync",
+        sizes=(3, 6, 8),
+    )
     assert backend.live == 4
     backend.capture = lambda run, **options: capture(backend, run, **options)
     runner.swap(sizes=(3, 6, 8))
@@ -427,7 +432,10 @@ def test_recording_goes_on_over_a_swap(runner):
     served_by(runner, 3)
     runner.swap(sizes=(3, 6))
     served_by(runner, 5)
-    with pytest.raises(ConfigError, match="Stop recording"):
+    with pytest.raises(
+        ConfigError,
+        match=r"to query_lens=.* recorded\. Call runner\.stop_recording",
+    ):
         runner.swap(config=DispatchConfig(sizes=(3, 6), query_lens=(2,), mode="FULL"))
     runner.stop_recording()
     assert list(recorder.trace().column("num_tokens")) == [3, 5]

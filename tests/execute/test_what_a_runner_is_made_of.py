@@ -305,7 +305,10 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
         (lambda: runner.controls.input_path(3), "key must be a GraphKey, got 3"),
         (lambda: register(key=3), "key must be a GraphKey, got 3"),
         (lambda: register(inputs=3), "inputs must be a dictionary of tensors by input name, got 3"),
-        (lambda: register(output_batch_dims="x"), "output_batch_dims must be an index, None, or a"),
+        (
+            lambda: register(output_batch_dims="derived"),
+            "output_batch_dims must be the index of a dimension, None, or a .* got 'derived'",
+        ),
         (lambda: register(has_effect="x"), "has_effect must be True or False"),
         (
             lambda: runner.controls.set_eviction("lru"),

@@ -100,7 +100,7 @@ class Warmups:
         output_batch_dims: Any,
         warmups: int,
     ) -> None:
-        check_batch_dims(output_batch_dims)
+        check_batch_dims(output_batch_dims, may_derive=True)
         self.step, self._inputs, self._lane = step, inputs, lane
         self._backend = lane.backend
         self._features = features_of(lane.backend)

@@ -4,9 +4,10 @@ The batch dimension of an output is declared with ``output_batch_dims`` or measu
 step at two sizes. The dimension whose size equals the number of rows in both runs is the batch
 dimension. A single run would not be enough, because another dimension may happen to have the same
 size. An output is *open* if two dimensions may be the batch dimension, or if the size of another
-dimension changes. Open outputs cannot be cut, so only full buckets replay.
+dimension or the number of dimensions changes. Open outputs cannot be cut, so the graph serves only
+batches that fill its bucket.
 
-All graphs of a lane write their outputs to the same memory, because a lane runs one step at a time.
+The graphs of a lane can share output memory, because a lane runs one step at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LeafLayout:
             that may depend on the number of rows), ``rows`` (the number of rows, as declared),
             ``constant`` (a constant Python value) and ``kept`` (part of an object that the step
             keeps).
-        shape: Shape of a tensor, with None as its batch dimension.
+        shape: Shape of a ``tensor``, with None as the batch dimension if it has one.
         dtype: Data type of a tensor.
         value: The Python value of a ``constant``; an example for a ``value``.
     """
@@ -82,7 +83,7 @@ class LeafLayout:
         return is_same_value(leaf, size if self.kind == "rows" else self.value)
 
     def describe(self, size: int) -> str:
-        """Describe the leaves of ``size`` rows that fit this layout."""
+        """Describe the leaf that this layout requires on ``size`` rows."""
         if self.kind == "tensor":
             shape = tuple(size if want is None else want for want in self.shape)
             return f"a {self.dtype} tensor of shape {shape}"
@@ -94,7 +95,7 @@ class LeafLayout:
 
     @property
     def is_mutable_value(self) -> bool:
-        """Whether the leaf is a Python value that a caller could modify."""
+        """Whether the leaf is a ``value`` that a caller could modify."""
         return self.kind == "value" and not is_immutable(self.value)
 
 
@@ -145,14 +146,13 @@ class OutputLayout:
             CaptureError: The outputs do not have this layout.
         """
         leaves, structure = flatten(outputs)
-        fits = structure == self.structure and len(leaves) == len(self.leaves)
-        for index, one in enumerate(self.leaves):
-            if not fits or not one.fits(leaves[index], size):
-                raise CaptureError(
-                    f"Output {index} at {counted(size, 'row')} has a different structure than at "
-                    "other sizes. Return the same structure at all sizes.",
-                    reason="output_layout",
-                )
+        if problem := self.mismatch(leaves, structure, size):
+            raise CaptureError(
+                f"The outputs at {counted(size, 'row')} do not match those at other sizes: "
+                f"{problem}. Return the same structure, types, dtypes and shapes at all sizes, "
+                "apart from the batch dimension.",
+                reason="output_layout",
+            )
         return {
             index: leaves[index] for index, one in enumerate(self.leaves) if one.kind == "value"
         }
@@ -167,8 +167,8 @@ def describe_value(value: Any) -> str:
 
 def _undeclared(index: int, problem: str) -> CaptureError:
     return CaptureError(
-        f"Output {index} {problem}. Declare which dimension is the batch with "
-        "output_batch_dims (its index, or None for outputs without a batch dimension).",
+        f"Output {index} {problem}. Declare its batch dimension with output_batch_dims (the index "
+        "of the dimension, or None for an output without a batch dimension).",
         reason="output_layout",
     )
 
@@ -183,9 +183,9 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
     others, other_structure = flatten(second)
     if structure != other_structure:
         raise CaptureError(
-            f"The structure of the outputs depends on the batch: {structure} at "
-            f"{counted(size, 'row')}, {other_structure} at {other_size}. Return the same "
-            "structure at all sizes.",
+            f"The structure of the outputs depends on the number of rows: {structure} at "
+            f"{counted(size, 'row')}, {other_structure} at {counted(other_size, 'row')}. Return "
+            "the same structure at all sizes.",
             reason="output_layout",
         )
     structure = structure.with_kept_objects(first, second)
@@ -199,7 +199,7 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
         if not isinstance(leaf, torch.Tensor):
             if type(leaf) is not type(other):
                 raise CaptureError(
-                    f"Output {index} is a {type(leaf).__name__} at {counted(size, 'row')} and a "
+                    f"Output {index} has type {type(leaf).__name__} at {counted(size, 'row')}, but "
                     f"{type(other).__name__} at {counted(other_size, 'row')}. Return the same "
                     "type at all sizes.",
                     reason="output_layout",
@@ -211,8 +211,9 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
             continue
         if type(leaf) not in _PLAIN_TENSORS:
             raise CaptureError(
-                f"Output {index} is a {type(leaf).__name__}, but graphs return plain tensors. "
-                "Return output.as_subclass(torch.Tensor) and convert it outside the step.",
+                f"Output {index} has type {type(leaf).__name__}, but graphs return plain tensors. "
+                "Return a plain tensor, for example output.as_subclass(torch.Tensor), and convert "
+                "it outside the step.",
                 reason="output_layout",
             )
         if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():
@@ -247,8 +248,9 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
     dims = [batch_dims] * len(leaves) if whole else tree_leaves(batch_dims)
     if len(dims) != len(leaves):
         raise CaptureError(
-            f"output_batch_dims declares {counted(len(dims), 'output')}, but the step returns "
-            f"{len(leaves)}. Declare one entry per output.",
+            f"output_batch_dims describes {counted(len(dims), 'output')}, but the step returns "
+            f"{len(leaves)}. Pass a structure with one entry per output, or a single index or None "
+            "for all outputs.",
             reason="output_layout",
         )
     found = []
@@ -269,8 +271,9 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
             if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != size:
                 raise CaptureError(
                     f"Output {index} has shape {tuple(leaf.shape)} at {counted(size, 'row')}, but "
-                    f"output_batch_dims declares dimension {dim} as the batch. Declare the "
-                    f"dimension of size {size}, or None.",
+                    f"output_batch_dims declares dimension {dim} as its batch dimension. Declare a "
+                    f"dimension of size {size}, or None if this output has no batch dimension. To "
+                    "declare each output separately, pass a structure with one entry per output.",
                     reason="output_layout",
                 )
             shape[dim] = None
@@ -278,20 +281,28 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
     return OutputLayout(structure, tuple(found))
 
 
-def check_batch_dims(value: Any) -> None:
-    """Raise ConfigError unless ``value`` is a valid ``output_batch_dims``."""
-    if value == DERIVED:
+def check_batch_dims(value: Any, *, may_derive: bool = False) -> None:
+    """Raise ConfigError unless ``value`` is a valid ``output_batch_dims``.
+
+    Args:
+        value: Value to check.
+        may_derive: Whether ``"derived"`` is allowed.
+    """
+    if may_derive and value == DERIVED:
         return
     for dim in tree_leaves(value):
         if dim is not None and whole_number(dim) is None:
-            raise ConfigError("output_batch_dims", value, "an index, None, or a structure of these")
+            allowed = "the index of a dimension, None, or a structure of these with one per output"
+            if may_derive:
+                allowed = f"{DERIVED!r}, {allowed}"
+            raise ConfigError("output_batch_dims", value, allowed)
 
 
 class SharedMemory:
-    """Output memory shared by the graphs of a lane, with one block per slot.
+    """Output memory shared by the graphs of a lane, with one block per output slot.
 
-    The largest graph is captured first, so smaller graphs fit into its blocks. If a graph needs a
-    larger block, the slot gets a new block, and earlier graphs keep the old block alive.
+    If the largest graph is captured first, smaller graphs fit into its blocks. If a later graph
+    needs a larger block, the slot gets a new block, and earlier graphs keep the old block alive.
 
     Args:
         device: Device of the memory.
@@ -308,7 +319,10 @@ class SharedMemory:
         self._replaced: list[tuple[StorageWeakRef, int]] = []
 
     def tensor_at(self, slot: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor at the start of a slot's block."""
+        """Return a contiguous tensor at the start of a slot's block.
+
+        If the slot has no block, or its block is too small, allocate a new block.
+        """
         num_bytes = _num_bytes(shape, dtype)
         if growth := self.growth(slot, shape, dtype):
             if (old := self._blocks.get(slot)) is not None:
@@ -362,7 +376,7 @@ def cut(
         layout: Layout of the leaves.
         leaves: Leaves computed at the bucket of the graph.
         num_rows: Number of real rows.
-        values: Python values that differ at this number of rows, by leaf index.
+        values: Python values measured at this number of rows, by leaf index; they replace leaves.
 
     Raises:
         CaptureError: A leaf has fewer rows than the call; reason ``output_layout``.
@@ -379,7 +393,9 @@ def cut(
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
             raise _undeclared(
-                index, f"has only {counted(leaf.shape[dim], 'row')} in a call with {num_rows} rows"
+                index,
+                f"has only {counted(leaf.shape[dim], 'row')} in a call with "
+                f"{counted(num_rows, 'row')}",
             )
         else:
             result.append(leaf.narrow(dim, 0, num_rows))

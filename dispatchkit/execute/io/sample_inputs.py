@@ -15,7 +15,7 @@ def sample_inputs(
     """Return inputs with ``size`` dummy rows.
 
     Floating-point inputs are random, because computing with zeros takes less power and is therefore
-    faster. Inputs of other dtypes contain their fill value.
+    faster. Inputs of other dtypes, and of 8-bit floating-point dtypes, contain their fill value.
 
     Args:
         specs: Static inputs by name.

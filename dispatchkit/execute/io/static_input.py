@@ -65,8 +65,8 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
         raise ConfigError(
             "shape",
             value,
-            "a tuple of nonnegative whole numbers and axis names, with at most one None (the batch "
-            "dimension)",
+            "a tuple of nonnegative whole numbers and axes such as 'requests' or 'requests + 1', "
+            "with at most one None (the batch dimension)",
             "For example, pass (None, 16).",
         )
     return shape
@@ -115,11 +115,16 @@ class StaticInput:
                 raise ConfigError(
                     "fill",
                     self.fill,
-                    "a number unless the input is along an axis and not batched",
-                    "Padding rows must have the same value in every step.",
+                    "a number, unless the input is unbatched and has an axis as a dimension",
+                    "Padding rows of other inputs must have the same value in every step.",
                 )
         elif not _is_value_of(self.fill, self.dtype):
-            raise ConfigError("fill", self.fill, f"a value of {self.dtype}")
+            raise ConfigError(
+                "fill",
+                self.fill,
+                f"a number that {self.dtype} can represent, or {LAST!r} for an unbatched input "
+                "along an axis",
+            )
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ class StaticInput:
         return 0 if isinstance(self.fill, str) else self.fill
 
     def at(self, values: Mapping[str, int]) -> StaticInput:
-        """Return a copy with all axes replaced by their values."""
+        """Return a copy with all axes replaced by their values, and ``"last"`` by 0."""
 
         def sized(size: Any) -> Any:
             if not isinstance(size, str):
@@ -170,7 +175,8 @@ def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, Static
     """Derive static inputs from example tensors.
 
     An input is batched along dimension 0 if this dimension has the same size as in the first
-    tensor. If an unbatched input happens to have that size, declare ``inputs`` instead.
+    tensor. If an unbatched input happens to have that size, declare ``inputs`` instead of passing
+    an example.
 
     Raises:
         InputError: A value is not a tensor, or the first tensor has no dimensions.
@@ -180,14 +186,17 @@ def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, Static
     for name, tensor in example.items():
         if not isinstance(tensor, torch.Tensor):
             raise InputError(
-                name, f"The example for input {name!r} must be a tensor, got {tensor!r:.60}."
+                name,
+                f"The example for input {name!r} must be a tensor, got {tensor!r:.60}. Pass a "
+                "tensor, or declare `inputs` instead of `example`.",
             )
         if rows is None:
             if tensor.dim() == 0:
                 raise InputError(
                     name,
                     f"The example for the first input, {name!r}, must have a batch dimension, got "
-                    "a 0-d tensor. Put a batched input first, or declare `inputs`.",
+                    "a 0-d tensor. Put a batched input first, or declare `inputs` instead of "
+                    "`example`.",
                 )
             rows = tensor.shape[0]
         batched = tensor.dim() > 0 and tensor.shape[0] == rows

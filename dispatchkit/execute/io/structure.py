@@ -1,8 +1,8 @@
 """Flatten results: pytree containers, and objects that contain tensors.
 
 A result may contain any value. Dataclasses, caches and other plain objects that contain tensors are
-flattened like containers, and each replay returns new objects. A value without tensors is a single
-leaf.
+flattened like containers, and each replay returns new objects, except for an object that the step
+keeps and returns every time. A value without tensors is a single leaf.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from dispatchkit.execute.io.tree import tree_flatten
 
-# Immutable types: every replay may return the same object.
+# Immutable types, functions and modules: every replay may return the same object.
 _IMMUTABLE: Final = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -220,7 +220,7 @@ def _base_of(cls: type) -> type:
     for base in cls.__mro__:
         if base in _BUILTIN_BASES:
             return base
-        if base.__flags__ & (1 << 9) == 0 and base is not object:  # defined in C (no heap type)
+        if base.__flags__ & (1 << 9) == 0 and base is not object:  # defined in C (not a heap type)
             return base
     return object
 
@@ -251,7 +251,10 @@ def _contents(value: Any) -> list[Any]:
 
 
 def is_same_value(one: Any, other: Any) -> bool:
-    """Return whether two values have the same type and are equal; NaN equals NaN."""
+    """Return whether two values have the same type and are equal.
+
+    Floats and numpy arrays are compared exactly: NaN equals NaN, and 0.0 differs from -0.0.
+    """
     if one is other:
         return True
     if type(one) is not type(other):
@@ -270,7 +273,7 @@ def is_same_value(one: Any, other: Any) -> bool:
 
 
 def is_immutable(value: Any) -> bool:
-    """Return whether a value is immutable, so that every replay may return it."""
+    """Return whether every replay may return the same object for a value."""
     if isinstance(value, frozenset):
         return all(map(is_immutable, value))
     return isinstance(value, _IMMUTABLE)

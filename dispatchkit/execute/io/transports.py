@@ -29,13 +29,13 @@ class Transport(Protocol):
     """Protocol for copying batches of one size into the static input buffers of one graph.
 
     Both methods are called under the runner's lock, immediately before the launch. The graph then
-    reads the rows of the batch, followed by fill up to its bucket.
+    reads the rows of the batch, followed by fill values up to its bucket.
 
     Attributes:
         buffers: Static input buffers of the graph.
-        overlapping: Indices of the inputs that a caller may have taken from the buffers, and that
-            ``load`` could therefore overwrite before reading. Host inputs are included only if they
-            are written to pinned memory.
+        overlapping: Indices of the inputs whose values may be in the buffers themselves, so that
+            ``load`` could overwrite a value before reading it. Host inputs are included only if
+            they are written to pinned memory.
     """
 
     buffers: InputBuffers
@@ -49,22 +49,22 @@ class Transport(Protocol):
             readable: Second result of ``InputSet.check`` for these values.
 
         Raises:
-            ReplayError: The copy node can neither be set nor stopped, so a launch would copy inputs
-                of an earlier call.
+            ReplayError: The copy node cannot be disabled, so a launch would copy inputs of an
+                earlier call.
         """
 
     def load_in_place(self) -> None:
         """Prepare a batch that the caller wrote into the runner's static inputs.
 
         Raises:
-            ReplayError: The copy node can neither be set nor stopped.
+            ReplayError: The copy node cannot be disabled.
             InputError: The runner's static inputs have too few rows.
         """
 
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
     """Return the transport that copies batches of ``num_rows`` rows into a graph."""
-    # Also used after a failure of the node, because the transport stops the node. Otherwise a
+    # Even after a failure of the node, because only this transport stops the node. Otherwise, a
     # launch would copy inputs of an earlier call.
     if path.node is not None:
         return NodeTransport(path, path.node, num_rows)
@@ -84,8 +84,9 @@ def _without_node(
 class CopyTransport:
     """Transport that copies batches on the device, with one fused copy per dtype.
 
-    The padding rows are filled in the same copy, unless they are known to hold fill. Host inputs
-    are moved to the device first. The pinned memory that other graphs copy from is not updated.
+    The padding rows are filled in the same copy, unless they are known to hold fill values. Host
+    inputs are moved to the device first. The pinned memory that other graphs copy from is not
+    updated.
 
     Args:
         buffers: Buffers that the graph reads.
@@ -119,7 +120,7 @@ class CopyTransport:
         self._leaves_pinned = self._moves_host and buffers.staging is not None
         is_elsewhere = source is not None and source is not buffers
         self._source = (source or buffers) if is_elsewhere or self._moves_host else None
-        # All inputs are copied in declared order, so a call need not select any.
+        # If one group contains all inputs in declared order, a call need not select its values.
         is_whole = indices is None and len(self._groups) == 1 and not self._moves_host
         self._all: list[torch.Tensor] | None = self._copies[0][0] if is_whole else None
         self._kept_tails: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
@@ -143,7 +144,7 @@ class CopyTransport:
             buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
-        """Fill the padding rows; first copy the batch if the caller wrote it to other buffers."""
+        """Fill the padding rows; first copy rows that the caller wrote to other memory."""
         buffers, num_rows = self.buffers, self.num_rows
         if self._source is not None:
             self.load(self._source.copies(num_rows), readable=True)
@@ -159,7 +160,7 @@ class CopyTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows; do not record which rows hold fill."""
+        """Copy a batch and optionally fill the padding rows, without recording which are filled."""
         if self._moves_host:
             values = self.buffers.inputs.to_tensors(values)
         if not fill:
@@ -170,13 +171,13 @@ class CopyTransport:
             _copy([*targets, *stale], [*pick(values), *fills])
 
     def fill(self) -> None:
-        """Fill the padding rows; do not record which rows hold fill."""
+        """Fill the padding rows, without recording which are filled."""
         for stale, fills in self._tails():
             if stale:
                 _copy(stale, fills)
 
     def _tails(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return, for each dtype, views of the padding rows and the fill to copy there."""
+        """Return, for each dtype, views of the padding rows and the fill values to copy there."""
         if self._kept_tails is None:
             buffers, length = self.buffers, self.bucket - self.num_rows
             dims = dict(buffers.inputs.batched)
@@ -254,7 +255,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows; do not record which rows hold fill."""
+        """Copy a batch and optionally fill the padding rows, without recording which are filled."""
         self._staging.wait()
         for index, rows in self._rows:
             rows[...] = values[index]
@@ -264,7 +265,7 @@ class StagedTransport:
             self._device.copy(values, fill=fill)
 
     def fill(self) -> None:
-        """Fill the padding rows; do not record which rows hold fill."""
+        """Fill the padding rows, without recording which are filled."""
         self._staging.wait()
         self._fill_pinned()
         if self._device is not None:
@@ -327,10 +328,10 @@ class NodeTransport:
         self._fallback: CopyTransport | StagedTransport | None = None
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Set the node to copy a batch in the next launch.
+        """Set the node to copy a batch in the next launch, and copy the remaining inputs.
 
         Raises:
-            ReplayError: The node can neither be set nor stopped.
+            ReplayError: The node could not be set, and cannot be disabled.
         """
         buffers, path = self.buffers, self._path
         if self._others is not None:
@@ -352,10 +353,10 @@ class NodeTransport:
             path.stop_node()
 
     def load_in_place(self) -> None:
-        """Set the node to copy host inputs in the next launch, and fill the padding rows.
+        """Set the node to copy the host inputs, if any, in the next launch; fill the padding rows.
 
         Raises:
-            ReplayError: The node can neither be set nor stopped.
+            ReplayError: The node cannot be disabled.
         """
         buffers, path, num_rows = self.buffers, self._path, self.num_rows
         if not self._host_rows:

@@ -53,9 +53,10 @@ def check_lanes(spec: RunnerSpec) -> None:
             "policy",
             policy_name(spec.named_policy),
             "given by name with several lanes",
-            "Pass it by name, so that each lane creates its own instance.",
+            "Register the policy in a plugin and pass its name, so that each lane creates its own "
+            "instance, or use a single lane.",
             message=f"The object {policy_name(spec.named_policy)!r} is a policy that learns, so "
-            "several lanes cannot share it.",
+            f"{count} lanes cannot share it.",
         )
 
 
@@ -78,7 +79,7 @@ def make_executors(work: Workload) -> tuple[Executor, ...]:
 
 
 def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
-    """Return the memory pool of each lane, shared with other runners if possible."""
+    """Return the pool group of each lane, shared with other runners if possible."""
     group, backend, lock = work.spec.memory_group, work.backend, threading.RLock()
     turns = Turns(lock, backend.torch_device)
     if group is None:
@@ -95,14 +96,14 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 def _why_not_shared(work: Workload, number: int) -> str:
     """Return why lanes need a pool of their own; empty if they may share one with other runners.
 
-    In a shared pool, steps of these lanes could overlap with steps of another runner, or results
-    could be overwritten before they are read.
+    In a shared pool, steps of these lanes could overlap with steps of another runner, results could
+    be overwritten before they are read, or ``max_bytes`` would also limit the graphs of others.
     """
     options = work.spec.options
     if number > 1:
         return "the runner has several lanes"
     if work.step.can_split:
-        return "the step has eager pieces"  # eager pieces may call another runner
+        return "the step can run in PIECEWISE"  # its eager parts may call another runner
     if work.spec.outputs == "view" and not options.buffers.share_outputs:
         return "outputs are views of the pool"
     if options.memory.max_bytes is not None:
@@ -167,14 +168,14 @@ def _lane_policy(
     options = spec.options.lanes
     if isinstance(spec.lanes, Lanes) and spec.lanes.policy is not None:
         policy = spec.lanes.policy
-        if options.lane_policy is not None or options.lane_policy_options:
-            raise ConfigError(
-                "lane_policy",
-                options.lane_policy,
-                "given in only one place",
-                "Omit lane_policy and lane_policy_options.",
-                message="The lane policy must be given in only one place, but Lanes also has one.",
-            )
+        for name in ("lane_policy", "lane_policy_options"):
+            if given := getattr(options, name):
+                raise ConfigError(
+                    name,
+                    given,
+                    "omitted if Lanes contains a lane policy",
+                    "Omit the policy of Lanes, or omit lane_policy and lane_policy_options.",
+                )
         allowed = "an object with a method choose()"
         return check_instance(policy, LanePolicy, "lane policy", allowed=allowed), "", plugins
     if plugins is None:

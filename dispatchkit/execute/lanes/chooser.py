@@ -16,7 +16,7 @@ from dispatchkit.errors import PolicyError
 
 
 class LaneChooser:
-    """The chooser of a lane for each step.
+    """Chooses the lane of each step.
 
     Args:
         policy: Lane policy to call for each step.

@@ -8,7 +8,7 @@ Results are new tensors, or views of the lane's memory. A future raises instead 
 that a later step of the lane may have overwritten.
 
 Events order the streams: the lane waits for the work queued on the caller's stream at submission,
-and a stream that waits for a future waits for its lane. Inputs are copied on the lane's stream, so
+and a stream that waits for a future waits for its step. Inputs are copied on the lane's stream, so
 the caller's stream does not wait. They are kept alive until the step has finished.
 """
 
@@ -112,8 +112,8 @@ class StepFuture:
         memory = None if self._memory is None else self._memory()
         if memory is not None and memory.tick != self._tick:
             raise ReplayError(
-                f"This result was a view, and a later step of lane {self.lane} has overwritten "
-                "it. Read it before the lane's next step, or create the runner with "
+                f"The result is a view that a later step of lane {self.lane} may have overwritten. "
+                "Use the result before the lane's next step, or create the runner with "
                 "outputs='owned'."
             )
         self.wait()
@@ -325,9 +325,7 @@ class LaneSet(Sequence[Executor]):
         priority: int = 0,
         **inputs: Any,
     ) -> StepFuture:
-        """Submit a step to a lane, and return without waiting.
-
-        The step runs exactly once.
+        """Submit a step to a lane, and return without waiting for it.
 
         See ``GraphRunner.submit``.
         """
@@ -342,8 +340,8 @@ class LaneSet(Sequence[Executor]):
         # The default stream, handle 0, is never captured.
         if caller and self._is_capturing():
             raise ReplayError(
-                "submit() was called inside a capture, which cannot wait for lanes. Call the "
-                "runner inside the capture, or call submit() outside the capture."
+                "submit() was called inside a capture, which cannot contain a step on a stream of "
+                "a lane. Call the runner instead, or call submit() outside the capture."
             )
         batch = (num_tokens, num_reqs, uniform, loras, ceiling)
         with self._lock:
@@ -372,10 +370,10 @@ class LaneSet(Sequence[Executor]):
             )
 
     def costs(self) -> tuple[LaneCost, ...]:
-        """Return the expected memory of the lanes before the graphs are captured.
+        """Return the memory that the lanes are expected to use, without capturing graphs.
 
-        The largest graph of each lane is rehearsed, or warmed up if the backend does not support
-        rehearsals. Smaller graphs reuse its memory.
+        The largest graph of each lane is rehearsed, or only warmed up if the backend does not
+        support rehearsals. Smaller graphs reuse its memory.
         """
         with self._lock:
             first, number = self._first, len(self)
@@ -430,8 +428,8 @@ class LaneSet(Sequence[Executor]):
         first = self._first
         first.notices.policy_at_fault(error, None, first.dispatcher.epoch)
         warn_at_call(
-            f"{error}. These steps run on the least busy lane. Warned once; "
-            "runner.lanes.num_faults counts them.",
+            f"{str(error).rstrip('.')}. Steps for which the lane policy fails run on the least "
+            "busy lane. Warned once; runner.lanes.num_faults counts these steps.",
             LanePolicyWarning,
         )
 

@@ -1,1 +1,1 @@
-"""Swap policies, run decided steps and record steps while a runner serves."""
+"""Swap policies, decide steps before they run, and record steps while a runner serves."""

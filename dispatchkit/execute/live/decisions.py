@@ -31,7 +31,7 @@ class DecisionRunner:
         self, executor: Executor, reader: CallReader, taps: StepTaps, lock: threading.RLock
     ) -> None:
         self._executor, self._reader, self._taps, self._lock = executor, reader, taps, lock
-        # Watches of the values built into graphs, and registry.num_changes when they were read.
+        # Watches of the values built into graphs, and registry.num_changes when they were listed.
         self._watches: tuple[ValueWatch, ...] = ()
         self._found_at = -1
 
@@ -87,6 +87,7 @@ class DecisionRunner:
             InputError: An input is missing or unknown, or has the wrong dtype, device or shape; or
                 the decision is for a different number of rows or different buckets. The step has
                 not run.
+            NoGraphError: The decision is a downgrade to eager, and the runner is strict.
             ReplayError: The graph was evicted, was captured under different modes (autocast,
                 training) or could not be launched, or the current stream is capturing.
         """
@@ -106,20 +107,22 @@ class DecisionRunner:
             if buckets != own:
                 raise InputError(
                     "",
-                    f"The axis values are in buckets {buckets}, but the decision is for {own}. "
-                    "Decide again for these inputs.",
+                    f"The axis values are in buckets {buckets}, but the decision is for buckets "
+                    f"{own}. Get a decision for these inputs from runner.decisions.decide().",
                 )
         if num_tokens != decision.num_tokens:
             raise InputError(
                 "",
                 f"The inputs have {counted(num_tokens, 'row')}, but the decision is for "
-                f"{decision.num_tokens}. Decide again for these inputs.",
+                f"{decision.num_tokens}. Get a decision for these inputs from "
+                "runner.decisions.decide().",
             )
         stream = backend.current_stream_handle()
         if stream and backend.is_capturing():
             raise ReplayError(
-                "run() was called while other code captures the current stream, and a capture "
-                "cannot contain the decided graph. Call the step itself inside the capture."
+                "run() was called while other code captures the current stream, and a step cannot "
+                "run as decided inside another capture. Call the step function inside the capture, "
+                "or call run() outside it."
             )
         with self._lock:
             watcher = self._taps.watcher

@@ -222,7 +222,7 @@ class Swapper:
             for key in missing:
                 self._capture_one(key, proposal)
                 _let_steps_run()
-        raise self._refusal(proposal, {str(missing[0]): "was evicted while others were captured"})
+        raise self._refusal(proposal, {str(missing[0]): "evicted while other keys were captured"})
 
     def _capture_one(self, key: GraphKey, proposal: Proposal) -> None:
         with self._lock:
@@ -239,8 +239,9 @@ class Swapper:
         why = "; ".join(f"{key}: {reason}" for key, reason in failed.items())
         in_force = self._executor.dispatcher.policy_name
         return SwapError(
-            f"The swap to policy {policy_name(proposal.policy)!r} failed, and {in_force!r} stays "
-            "in force. Fix the step, omit the size, increase max_graphs or max_bytes, or swap with "
+            f"The swap to policy {policy_name(proposal.policy)!r} failed, because not all new keys "
+            f"could be captured. Policy {in_force!r} and its configuration stay in force. Omit the "
+            "sizes of these keys, fix the step, increase max_graphs or max_bytes, or swap with "
             f"ahead=False. Keys without a graph: {why}",
             failed=failed,
         )

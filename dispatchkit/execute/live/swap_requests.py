@@ -10,7 +10,7 @@ import attrs
 
 from dispatchkit.dispatch import Policy, policy_name
 from dispatchkit.dispatch.acceptance import Proposal
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted, shortened
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.setup import RunnerSpec, make_policy, resolve_supported_mode
@@ -28,7 +28,7 @@ class Change:
     """A validated swap request.
 
     Attributes:
-        mode_reasons: Reasons for a downgrade of the mode.
+        mode_reasons: Reasons for a downgrade of the mode; empty without a downgrade.
         proposal: The policy and configuration to install; None if only limits change.
         budget: The limits after the swap.
         spec: The specification of the runner after the swap.
@@ -82,7 +82,8 @@ class SwapRequests:
         """Return the current limits with the requested changes (see ``UNCHANGED``).
 
         Raises:
-            ConfigError: A limit is invalid, or ``max_bytes`` is given although the pool is shared.
+            ConfigError: A limit is invalid, or ``max_bytes`` is set although other runners may
+                share the pool.
         """
         changes: dict[str, Any] = {"max_graphs": max_graphs, "max_bytes": max_bytes}
         changes = {name: value for name, value in changes.items() if value is not UNCHANGED}
@@ -93,8 +94,8 @@ class SwapRequests:
             raise ConfigError(
                 "max_bytes",
                 budget.max_bytes,
-                "None if other runners share the pool",
-                "Set max_bytes of their GraphMemory instead.",
+                "None, because other runners may share the pool of this runner",
+                "Set max_bytes of the GraphMemory instead.",
             )
         return budget
 
@@ -112,8 +113,8 @@ class SwapRequests:
         """
         executor = self._executor
         if self._num_lanes > 1:
-            hint = "Create a new runner to change all lanes."
-            problem = f"A runner with {self._num_lanes} lanes cannot be swapped."
+            hint = "Create a new runner with the changed settings."
+            problem = f"A swap requires a single lane, but this runner has {self._num_lanes} lanes."
             raise ConfigError("lanes", self._num_lanes, "1 for a swap", hint, message=problem)
         options_now = attrs.evolve(executor.spec.options, config=asked, memory=budget)
         spec = attrs.evolve(executor.spec, options=options_now)
@@ -168,22 +169,31 @@ class SwapRequests:
             allowed = "given without separate settings"
             raise ConfigError("config", sorted(changes), allowed, hint, message=problem)
         else:
-            check_instance(config, DispatchConfig, "config")
+            hint = "To change single settings, pass them separately, for example sizes=[8, 16]."
+            check_instance(config, DispatchConfig, "config", hint)
         has_others = config.axes and config.max_loras != self.requested_config.max_loras
         if config.axes != self.requested_config.axes or has_others:
             name = "max_loras" if config.axes == self.requested_config.axes else "axes"
             hint = "Create a new runner, because its inputs and variants depend on this setting."
-            value, problem = getattr(config, name), f"A swap cannot change {name}."
+            now, value = getattr(self.requested_config, name), getattr(config, name)
+            problem = (
+                f"A swap cannot change {name} from {shortened(repr(now))} to "
+                f"{shortened(repr(value))}."
+            )
             raise ConfigError(name, value, "unchanged by a swap", hint, message=problem)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.requested_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
-            hint = "Stop recording first, because the recorded query classes would become invalid."
+            now, then = (f"query_lens={one[0]}, varlen_decode={one[1]}" for one in classes[::-1])
+            hint = (
+                "Call runner.stop_recording() first, because the recorded query classes would "
+                "become invalid."
+            )
             raise ConfigError(
                 "query_lens",
                 config.query_lens,
                 "unchanged while recording",
                 hint,
-                message="query_lens and varlen_decode cannot change while steps are recorded.",
+                message=f"A swap cannot change {now} to {then} while steps are recorded.",
             )
         return config
 
@@ -216,8 +226,10 @@ class SwapRequests:
                 "sizes",
                 largest,
                 f"at most {room}, the number of rows in the static inputs",
-                "To allow it, create the runner with "
+                f"Use sizes up to {room}, or create the runner with "
                 f"options=RunnerOptions(buffers=BufferOptions(buffer_rows={largest})).",
+                message=f"The swap needs a graph of {counted(largest, 'token')}, but the static "
+                f"inputs have only {counted(room, 'row')}.",
             )
 
 

@@ -30,7 +30,7 @@ class StepWatcher(Protocol):
 class StepTaps:
     """The recorder, listener and watcher of a runner's steps.
 
-    Steps call ``decide`` of their executor. Recording and watching replace it with wrappers of
+    Steps call ``decide`` of their executor. The taps replace it with wrappers of
     ``Dispatcher.dispatch``.
 
     Args:
@@ -67,8 +67,8 @@ class StepTaps:
     def on_decision(self, listener: Callable[[Decision], None] | None) -> None:
         """Set a function to call with the decision of each step before the step runs.
 
-        None removes the function. It is called under the runner's lock and must be fast. Its
-        exceptions propagate to the caller of the step.
+        The function is called under the runner's lock and must be fast. Its exceptions propagate to
+        the caller of the step. Pass None to remove the function.
 
         Raises:
             ConfigError: The listener is neither a function nor None.

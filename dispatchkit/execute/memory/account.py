@@ -40,7 +40,7 @@ class MemoryAccount:
         static_bytes: Size of static inputs.
         workspace_bytes: Size of library workspaces on the streams of the pools.
         driver_bytes: Memory that the driver allocated during captures, minus memory that it freed
-            when graphs were released.
+            when graphs were destroyed.
         library_bytes: Memory that the driver allocated during warmups, which load kernels and
             libraries. This memory is not part of the budget, because eager steps also need it, and
             evicting graphs does not free it.
@@ -71,7 +71,7 @@ class MemoryAccount:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes in the budget: pools, outputs, static inputs, workspaces and driver."""
+        """The bytes that count toward the budget: all lines of the account up to the driver."""
         return (
             self.pool_bytes
             + self.output_bytes
@@ -107,7 +107,7 @@ class MemoryAccount:
         rows = [f"Graphs on {self.device}: {_mib(self.num_bytes)}{limit}"]
         for name, num_bytes in self.lines().items():
             if name == "libraries":
-                rows.append("    outside the budget:")
+                rows.append("    not part of the total:")
             rows.append(f"  {name:<24}{_mib(num_bytes):>14}")
             if name == "pools":
                 rows += [

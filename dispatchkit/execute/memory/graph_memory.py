@@ -1,9 +1,9 @@
 """GraphMemory: memory shared by the runners of a process, with a common budget.
 
-Runners with the same ``GraphMemory`` share a pool where possible. Evicting a single graph of a
-shared pool frees almost no memory. Eviction therefore frees whole pools, beginning with the pool
-whose lanes have been idle longest. Put runners into the same group if they are used together and
-their graphs may be evicted together.
+Runners in the same group of a ``GraphMemory`` share a pool where possible. Evicting a single graph
+of a shared pool frees almost no memory. Eviction therefore frees whole pools, beginning with the
+pool whose lanes have been idle longest. Put runners into the same group if they are used together
+and their graphs may be evicted together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GraphMemory:
         sleeps: Whether the memory can be released temporarily; see ``sleep``.
 
     Raises:
-        ConfigError: ``max_bytes`` is not a nonnegative whole number.
+        ConfigError: ``max_bytes`` is not a nonnegative whole number, or ``sleeps`` is not a bool.
 
     Thread safety: all methods may be called from any thread. Steps of runners that share a pool run
     one at a time.
@@ -133,8 +133,9 @@ class GraphMemory:
     def wake(self) -> None:
         """Map memory to the same addresses again after ``sleep``.
 
-        Static inputs are filled with their fill value, and host inputs keep their contents.
-        Declared state is not affected. Outputs and rows written to ``runner.buffers`` are lost.
+        Static inputs on the device are filled with their fill value; rows that the caller wrote to
+        them (see ``runner.buffers``) and outputs are lost. Host inputs in pinned memory and
+        declared state are not affected.
 
         Raises:
             ReplayError: The device has too little free memory. Pools that could not be mapped stay
@@ -188,7 +189,7 @@ class GraphMemory:
         """Return the driver memory in bytes that a capture may need.
 
         The result is the largest amount that an earlier capture on the group's device needed,
-        because the driver sometimes allocates a whole block.
+        because the driver allocates memory in blocks, and not every capture needs a new block.
         """
         return self._devices[group.backend.torch_device].driver_step
 
@@ -359,7 +360,9 @@ class MemoryGroup:
     @name.validator
     def _check_name(self, _: Any, value: Any) -> None:
         if not isinstance(value, str) or not value:
-            raise ConfigError("group", value, "a non-empty string")
+            raise ConfigError(
+                "name", value, "a non-empty string", "For example, write memory.group('decode')."
+            )
 
     @classmethod
     def of(cls, given: Any) -> MemoryGroup | None:
@@ -376,15 +379,17 @@ class MemoryGroup:
             "memory",
             given,
             "a GraphMemory, or one of its groups",
-            "To limit only this runner, pass options=RunnerOptions(memory=MemoryOptions(...)).",
+            "To limit only this runner, pass "
+            "options=RunnerOptions(memory=MemoryOptions(max_bytes=...)).",
         )
 
 
 def _clear_if_free(group: PoolGroup) -> bool:
-    """Evict all graphs of a pool and return True, or return False if its lanes run a step.
+    """Evict all graphs of a pool and return True, or return False if its lanes are in use.
 
-    The function does not wait for the step, because the step's thread may be waiting for this
-    thread. The lock is released even if a signal handler raises between any two instructions.
+    The function does not wait for a step or a background capture of these lanes, because its thread
+    may be waiting for this thread. The lock is released even if a signal handler raises between any
+    two instructions.
     """
     lock = group.lock
     try:

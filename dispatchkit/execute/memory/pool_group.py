@@ -1,6 +1,6 @@
 """PoolGroup: lanes whose graphs share a pool and run one after the other.
 
-Graphs of one pool share memory. A replay overwrites the intermediates of other graphs, and the
+Graphs of one pool share memory. A replay may overwrite the intermediates of other graphs, and the
 outputs of graphs that were captured later. Therefore, lanes may share a pool only under two
 conditions:
 
@@ -10,8 +10,8 @@ conditions:
   or are in memory of the lane (``io.outputs``). The code that adds lanes to a group ensures this;
   see ``lanes.build``.
 
-A group also shares the stream for captures, because torch reuses freed memory of a pool only on the
-same stream.
+The lanes of a group also share the stream for captures, because torch reuses freed memory of a pool
+only on the same stream.
 """
 
 from __future__ import annotations
@@ -62,14 +62,18 @@ def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
     """Create a stream with a priority.
 
     Raises:
-        ConfigError: The device has no more streams, or its backend does not support priorities.
+        ConfigError: The device has no more streams, or the backend does not support priorities.
     """
     if not priority:
         return backend.new_stream()
     priorities = features_of(backend).priorities
     if priorities is None:
         raise ConfigError(
-            "priority", priority, "0", f"Backend {backend.name!r} does not support priorities."
+            "the stream priority of a lane",
+            priority,
+            "0",
+            f"The backend {backend.name!r} does not support priorities. Use a lane policy without "
+            "stream_priorities().",
         )
     return priorities.new_stream(priority=priority)
 
@@ -134,9 +138,9 @@ class PoolGroup:
     Attributes:
         turns: Lock that steps share with background captures.
         pool: Current pool; replaced by ``start_pool``.
-        stream: Stream for warmups and captures.
+        stream: Stream for warmups, captures and submitted steps.
         last_stream: Stream of the last step of any lane.
-        idle_since: Number of the last check that recorded new steps (see ``record_use``).
+        idle_since: Number of the last check that found new steps (see ``record_use``).
         is_asleep: Whether the memory is temporarily released and must not be used.
         is_limited: Whether a budget in bytes applies, so that unused memory must be freed
             immediately.
@@ -178,7 +182,7 @@ class PoolGroup:
         self._lanes.add(lane)
 
     def add_member(self, member: PoolMember) -> None:
-        """Add the graphs of a lane to the graphs of the pool."""
+        """Register the graphs of a lane as graphs of the pool."""
         self._members.add(member)
 
     @property
@@ -208,10 +212,10 @@ class PoolGroup:
         return current
 
     def use_priority(self, priority: int) -> None:
-        """Use a stream with a priority for captures; must precede the first capture.
+        """Replace the group's stream by one with a priority; must precede the first capture.
 
         Raises:
-            ConfigError: The device has no more streams, or its backend does not support priorities.
+            ConfigError: The device has no more streams, or the backend does not support priorities.
         """
         del self.stream  # first, so that there are never more streams than lanes
         self.stream = new_stream(self.backend, priority)
@@ -327,7 +331,7 @@ class PoolGroup:
             self._num_steps_seen, self.idle_since = steps, check
 
     def pool_bytes(self) -> int:
-        """Return the size in bytes of the pool and of earlier pools still in use."""
+        """Return the size in bytes of the pool and earlier pools still in use; 0 while asleep."""
         if self.is_asleep:
             return 0
         self._forget_earlier()
@@ -335,13 +339,13 @@ class PoolGroup:
         return sum(self.backend.pool_bytes(pool) for pool in pools)
 
     def shared_bytes(self) -> int:
-        """Return the size in bytes of the shared outputs of all lanes."""
+        """Return the size in bytes of the shared outputs of all lanes; 0 while asleep."""
         if self.is_asleep:
             return 0
         return sum(lane.shared_bytes for lane in tuple(self._lanes))
 
     def static_bytes(self) -> int:
-        """Return the size in bytes of the static inputs of all lanes."""
+        """Return the size in bytes of the static inputs of all lanes; 0 while asleep."""
         if self.is_asleep:
             return 0
         return sum(lane.static_bytes for lane in tuple(self._lanes))

@@ -51,7 +51,10 @@ class LongPause:
     def __str__(self) -> str:
         where = f", {self.operators}" if self.operators else ""
         delayed = "may have delayed" if self.is_free else "delayed"
-        return f"{self.key} {delayed} steps by {self.us:.0f} us, in phase {self.part!r}{where}"
+        return (
+            f"The capture of {self.key} {delayed} steps by {self.us:.0f} us, in phase "
+            f"{self.part!r}{where}"
+        )
 
 
 class _Devices:
@@ -143,7 +146,7 @@ class Turns:
         self._saved = self._lock._release_save()
 
     def reacquire(self) -> None:
-        """Wait for the step in progress and acquire the lock."""
+        """Acquire the lock again, after any step in progress has ended."""
         self._lock._acquire_restore(self._saved)
 
 

@@ -1,1 +1,1 @@
-"""Running steps with existing graphs: plans, launches, timing, checks."""
+"""Run steps with existing graphs: plans, launches, timing, checks."""

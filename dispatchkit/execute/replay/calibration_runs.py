@@ -31,7 +31,7 @@ class CalibrationRuns:
     Args:
         dispatcher: Dispatcher of the policy.
         planner: Planner, for replays of the largest graph.
-        lifecycle: Life cycle of the lane's graphs; only captured keys are measured.
+        lifecycle: Life cycle of the lane's graphs; runs of keys without a graph are skipped.
         timings: Timings that collect the measurements of steps.
         lane: Lane that the runs use.
         warmups: Warmups, which record the state that the step changes.
@@ -59,17 +59,17 @@ class CalibrationRuns:
         self._backend = lane.backend
 
     def run(self) -> int:
-        """Run the steps that the policy requests, under the runner's lock.
+        """Run the steps that the policy requests; the caller holds the runner's lock.
 
-        The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each
-        requested run is made twice, on dummy rows: on an idle stream, and then directly after the
-        previous step. If the step runs eager, the second run follows a replay of the largest graph,
-        so that the device is still busy when the host has submitted the step. The runs are not
-        counted, and state that the step changes is restored. With axes there are no calibration
-        runs, because only the dispatcher translates axes for the policy.
+        The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each of
+        the requested runs is made twice, on dummy rows: on an idle stream, and then directly after
+        the previous step. If the step runs eager, the second run follows a replay of the largest
+        graph, so that the device is still busy when the host has submitted the step. The runs are
+        not counted, and state that the step changes is restored. A runner with axes makes no
+        calibration runs, because dummy inputs have no axis values.
 
         Returns:
-            The number of steps run.
+            The number of steps run, without the replays of the largest graph.
 
         Raises:
             PolicyError: The policy raised or returned an invalid run. Captured graphs stay in use.
@@ -100,7 +100,8 @@ class CalibrationRuns:
         for run in runs:
             if not isinstance(run, CalibrationRun):
                 problem = (
-                    f"returned {run!r:.60}; return dispatchkit.dispatch.CalibrationRun objects."
+                    f"returned {run!r:.60} as a run; return dispatchkit.dispatch.CalibrationRun "
+                    "objects."
                 )
                 raise PolicyError(name, "calibration_runs", problem, origin=origin, value=run)
         return runs

@@ -31,8 +31,9 @@ from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import FIRST
 
-# Different kernels may compute a bucket and the batch itself, so results may differ by rounding.
-# The errors that check mode must detect (outdated values, wrong rows) are much larger.
+# Different kernels may run at the size of the bucket and at that of the batch, so results may be
+# rounded differently. The errors that check mode must detect (outdated values, wrong rows) are much
+# larger.
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
 
 
@@ -41,14 +42,14 @@ class CheckWarning(RuntimeWarning):
 
 
 class Checker:
-    """Comparisons of replays with eager.
+    """Compares replays with eager.
 
     Args:
-        every: Compare every n-th replay or, with ``FIRST``, the first replay and the first padded
+        every: Compare every n-th replay or, with ``FIRST``, the first unpadded and the first padded
             replay of each graph.
         snapshot: Function that returns a snapshot of the state known to change in a step.
         state: Function that returns the storages known to change in a step, by name.
-        facts: Function that returns the current addresses and numbers used by the step.
+        facts: Function that returns the current addresses and values that the step uses.
         save_rows: Function that saves the rows of a step's sessions, if there are slots.
 
     Raises:
@@ -80,7 +81,7 @@ class Checker:
         self._returned_views: list[torch.Tensor] = []
 
     def is_due(self, step: CapturedKey, num_tokens: int) -> bool:
-        """Return whether the next replay must be compared."""
+        """Count the next replay, and return whether it must be compared."""
         is_padded = num_tokens != step.key.num_tokens
         if self._is_first_alone:
             if step in self._compared[is_padded]:
@@ -134,10 +135,8 @@ class Checker:
         before.restore()
         if rows is not None:
             rows.restore()
-        notes, self.notes_eager = (
-            self.notes_eager,
-            False,
-        )  # the difference() call below records this step
+        # The call of difference() below records this step.
+        notes, self.notes_eager = self.notes_eager, False
         try:
             want = eager()
         finally:
@@ -163,7 +162,7 @@ class Checker:
         return result
 
     def _moved(self, step: CapturedKey) -> str:
-        """Describe inputs of a graph that moved since the capture; empty if none did."""
+        """Describe inputs, parameters and buffers that moved since the capture; empty if none."""
         where = (
             "" if step.facts is None else moved(step.facts, self._facts(step.input_path.buffers))
         )
@@ -173,7 +172,7 @@ class Checker:
         """Return copies of views, and overwrite the copies of the previous call.
 
         An outdated view then contains NaN, or the largest number of its dtype, instead of plausible
-        values from another call.
+        values from another call. With ``FIRST``, the views themselves are returned.
         """
         if self._is_first_alone:
             return list(leaves)
@@ -190,14 +189,14 @@ def _assert_close(got: Any, want: Any) -> None:
     theirs, other_structure = flatten(want)
     if structure != other_structure:
         raise AssertionError(
-            f"The replay returned {structure}, but eager returned {other_structure}."
+            f"The replay returned {structure}, but the eager run returned {other_structure}."
         )
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             _assert_tensors_close(one, other, f"Output {index}: " if len(ours) > 1 else "")
         elif not _is_close(one, other):
             raise AssertionError(
-                f"Output {index} is {one!r:.60} in the replay, but {other!r:.60} in eager."
+                f"Output {index} is {one!r:.60} in the replay, but {other!r:.60} in the eager run."
             )
 
 

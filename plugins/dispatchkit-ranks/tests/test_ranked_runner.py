@@ -430,7 +430,7 @@ def test_a_runner_of_ranks_cannot_be_packed():
 
     def run(ranks):
         runner, _, _ = make_runner(ranks)
-        with pytest.raises(ConfigError, match=r"RankedRunner.*Pack the items first.*idle\(\)"):
+        with pytest.raises(ConfigError, match=r"RankedRunner.*Pack the items with.*idle\(\)"):
             PackedRunner(runner, lambda lengths, _: [[each] for each in range(len(lengths))])
 
     all_good(run_ranks(2, run))
