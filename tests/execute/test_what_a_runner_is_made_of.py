@@ -21,6 +21,7 @@ from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, PolicyError, UnknownNameError  # noqa: E402
 from dispatchkit.hookspecs import BackendSpec, PolicySpec, hookimpl  # noqa: E402
 from dispatchkit.observe.events import EVENTS, PolicyErrorEvent, PolicySwappedEvent  # noqa: E402
+from dispatchkit.observe.timeline import Timeline  # noqa: E402
 from dispatchkit.plugins import PluginError, load_plugins  # noqa: E402
 
 INPUTS = {"tokens": StaticInput((None,), "int64")}
@@ -318,7 +319,11 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
             lambda: runner.taps.on_decision(3),
             "listener must be a function that takes a decision, or None",
         ),
-        (lambda: runner.taps.watch_steps(print), "watcher must be an object with methods enter"),
+        (
+            lambda: runner.taps.watch_steps(print),
+            "watcher must be an object with the methods enter",
+        ),
+        (lambda: runner.taps.watch_steps(Timeline), r"Pass an instance: Timeline\(\.\.\.\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             call()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.executor import Executor, run_again
 from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.plans import AGAIN
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 
 Dispatch = Callable[..., Decision]
 
 
+@runtime_checkable
 class StepWatcher(Protocol):
     """An object that is called when each step begins and ends, on the thread of the step."""
 
@@ -83,19 +85,17 @@ class StepTaps:
         """Set the watcher of each step; None removes the watcher.
 
         Args:
-            watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or any object with ``enter``
-                and ``leave``. These methods are called under the runner's lock and must be fast.
-                Their exceptions propagate to the caller of the step.
+            watcher: A ``dispatchkit.observe.Timeline``, a ``dispatchkit.execute.NvtxRanges``, or
+                any object with the methods ``enter`` and ``leave``. The methods are called under
+                the runner's lock and must be fast. Their exceptions propagate to the caller of the
+                step.
 
         Raises:
-            ConfigError: The watcher has no method ``enter`` or ``leave``.
+            ConfigError: The watcher is a class, or has no method ``enter`` or ``leave``.
         """
         if watcher is not None:
-            for name in ("enter", "leave"):
-                if not callable(getattr(watcher, name, None)):
-                    raise ConfigError(
-                        "watcher", watcher, "an object with methods enter and leave, or None"
-                    )
+            allowed = "an object with the methods enter() and leave(), or None"
+            check_instance(watcher, StepWatcher, "watcher", allowed=allowed)
         with self._lock:
             self.watcher = watcher
             self._connect()
