@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 
 from dispatchkit.dispatch.packing import Packer, PackingLimits, pack_items
 from dispatchkit.errors import ConfigError, InputError, counted
+from dispatchkit.execute.io.outputs import describe_value
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.runner import GraphRunner
@@ -126,8 +127,9 @@ class PackedRunner:
             The results of each item, in the structure that the step returns.
 
         Raises:
-            InputError: An input is missing or unknown, two inputs have different numbers of items,
-                an item has no tokens, or an item has different numbers of tokens in two inputs.
+            InputError: An input is missing, unknown or not a sequence; two inputs have different
+                numbers of items; an item is not a tensor or array, has no tokens, or has different
+                numbers of tokens in two inputs.
             PolicyError: The packer raised or returned invalid bins.
             ConfigError: ``results`` does not match the outputs of the step.
         """
@@ -152,6 +154,8 @@ class PackedRunner:
         """Validate the inputs of a call, and return the length of each item."""
         wanted = [*self._of_tokens, *self._of_items]
         for name in (*wanted, *inputs):
+            if name in self._made:
+                raise InputError(name, f"Input {name!r} is computed from the items; omit it.")
             if name not in inputs or name not in wanted:
                 problem = "Missing" if name in wanted else "Unknown"
                 raise InputError(
@@ -159,16 +163,16 @@ class PackedRunner:
                     f"{problem} input {name!r}. Pass {', '.join(wanted)}, each as a sequence with "
                     "one value per item.",
                 )
-        num_items = {name: len(values) for name, values in inputs.items()}
+        num_items = {name: _num_items(name, values) for name, values in inputs.items()}
         if len(set(num_items.values())) > 1:
             raise InputError(
                 wanted[0], f"All inputs must have the same number of items, got {num_items}."
             )
         lead = self._of_tokens[0]
-        lengths = [int(value.shape[0]) for value in inputs[lead]]
+        lengths = [_length(lead, item, value) for item, value in enumerate(inputs[lead])]
         for name in self._of_tokens:
             for item, value in enumerate(inputs[name]):
-                length = int(value.shape[0])
+                length = _length(name, item, value)
                 if not length:
                     raise InputError(
                         name,
@@ -238,3 +242,25 @@ class PackedRunner:
         return [
             tree_unflatten([part[item] for part in parts], spec) for item in range(len(lengths))
         ]
+
+
+def _num_items(name: str, values: Any) -> int:
+    try:
+        return len(values)
+    except TypeError:
+        raise InputError(
+            name,
+            f"Input {name!r} must be a sequence with one value per item, got "
+            f"{describe_value(values)}.",
+        ) from None
+
+
+def _length(name: str, item: int, value: Any) -> int:
+    shape = getattr(value, "shape", ())
+    if not shape:
+        raise InputError(
+            name,
+            f"Item {item} of input {name!r} must be a tensor or array with one row per token, got "
+            f"{describe_value(value)}.",
+        )
+    return int(shape[0])

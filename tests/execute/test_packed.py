@@ -144,6 +144,9 @@ def test_bins_replay_and_are_counted_as_steps():
         ),
         ({"x": [torch.randn(2, WIDTH)], "scale": []}, "same number of items"),
         ({"x": [torch.randn(0, WIDTH)], "scale": [torch.zeros(())]}, "Item 0 has no tokens in 'x'"),
+        ({"x": [[1.0]], "scale": [1.0]}, r"Item 0 of input 'x' must be a tensor .* got \[1\.0\]"),
+        ({"x": iter(()), "scale": []}, "Input 'x' must be a sequence with one value per item"),
+        ({"x": [], "scale": [], "offsets": []}, "Input 'offsets' is computed from the items"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(call, problem):

@@ -43,11 +43,11 @@ class LeafLayout:
     Attributes:
         kind: One of ``tensor``, ``open`` (a tensor that cannot be cut), ``value`` (a Python value
             that may depend on the number of rows), ``rows`` (the number of rows, as declared),
-            ``constant`` (a constant Python value) and ``kept`` (part of an object that the step
-            keeps).
+            ``constant`` (a Python value that is the same at all sizes) and ``kept`` (part of an
+            object that the step keeps).
         shape: Shape of a ``tensor``, with None as the batch dimension if it has one.
         dtype: Data type of a tensor.
-        value: The Python value of a ``constant``; an example for a ``value``.
+        value: The Python value of a ``constant``, or an example of a ``value``.
     """
 
     kind: str

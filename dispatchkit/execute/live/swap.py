@@ -237,12 +237,13 @@ class Swapper:
 
     def _refusal(self, proposal: Proposal, failed: dict[str, str]) -> SwapError:
         why = "; ".join(f"{key}: {reason}" for key, reason in failed.items())
-        in_force = self._executor.dispatcher.policy_name
+        new, in_force = policy_name(proposal.policy), self._executor.dispatcher.policy_name
+        swap = "The swap" if new == in_force else f"The swap to policy {new!r}"
         return SwapError(
-            f"The swap to policy {policy_name(proposal.policy)!r} failed, because not all new keys "
-            f"could be captured. Policy {in_force!r} and its configuration stay in force. Omit the "
-            "sizes of these keys, fix the step, increase max_graphs or max_bytes, or swap with "
-            f"ahead=False. Keys without a graph: {why}",
+            f"{swap} failed, because not all new keys could be captured. Policy {in_force!r} and "
+            "its configuration stay in force. Fix the step, omit the sizes of the keys without a "
+            "graph, increase max_graphs or max_bytes, or swap with ahead=False. Keys without a "
+            f"graph: {why}",
             failed=failed,
         )
 

@@ -51,7 +51,7 @@ class GraphMemory:
         sleeps: Whether the memory can be released temporarily; see ``sleep``.
 
     Raises:
-        ConfigError: ``max_bytes`` is not a nonnegative whole number, or ``sleeps`` is not a bool.
+        ConfigError: ``max_bytes`` is not a positive whole number, or ``sleeps`` is not a bool.
 
     Thread safety: all methods may be called from any thread. Steps of runners that share a pool run
     one at a time.
