@@ -144,7 +144,10 @@ def test_a_step_in_place_names_its_slots_in_the_buffers():
     with pytest.raises(DescriptorError, match="must be a different slot than"):
         runner.run_in_place(2)
     larger = runner_of(state, max_num_tokens=9)
-    with pytest.warns(EagerStepWarning), pytest.raises(InputError, match="size of the largest"):
+    with (
+        pytest.warns(EagerStepWarning),
+        pytest.raises(InputError, match="size of the static inputs"),
+    ):
         larger.run_in_place(9)
     assert totals(state) == {"a": 1, "b": 1}
 

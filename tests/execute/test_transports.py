@@ -411,7 +411,7 @@ def test_why_there_is_no_node(made, make_runner, keys):
     assert runner.controls.input_path(keys.full(4)) == "copy: not today"
     rows = {"x": StaticInput((None, MAX_BYTES // 4), "int64")}
     runner, _ = made(lambda x: x.sum(-1), rows)
-    assert "no device input is small" in runner.controls.input_path(keys.full(1))
+    assert "every device input is larger than 256 KiB" in runner.controls.input_path(keys.full(1))
     runner, _ = made([graph_piece(lambda x: x), eager_piece(lambda x: x)], {"x": SPECS["x"]})
     assert "pieces" in runner.controls.input_path(keys.piecewise(4))
     backend = PlayedTape()

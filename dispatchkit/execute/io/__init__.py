@@ -1,1 +1,1 @@
-"""Inputs and outputs: validation, copies into static input buffers, cutting to real rows."""
+"""Inputs and outputs: validate inputs, copy them into static buffers, and cut the outputs."""

@@ -68,7 +68,8 @@ class AxisInputs:
                 raise ConfigError(
                     "axes",
                     name,
-                    "named differently from the inputs and the reserved keywords of calls",
+                    "named differently from the inputs and the keywords of calls "
+                    f"({', '.join(sorted(RESERVED_NAMES))})",
                     "Rename the axis.",
                 )
         for name, spec in self._specs.items():
@@ -131,8 +132,8 @@ class AxisInputs:
         if missing:
             raise InputError(
                 missing[0],
-                f"The call has no value for axis {missing[0]!r}. Pass a value by keyword for each "
-                f"of: {', '.join(self.names)}.",
+                f"The call has no value for axis {missing[0]!r}. Pass a keyword argument for each "
+                f"axis: {', '.join(self.names)}.",
             )
         call = AxisCall()
         call.values = tuple(kwargs.pop(name) for name in self.names)
@@ -168,7 +169,7 @@ class AxisInputs:
                 shape = spec.sized(rows)
                 if tuple(call[index].shape) != tuple(shape):
                     call[index] = pad_input(call[index], declared, shape)
-        return rows, readable  # padded inputs are contiguous
+        return rows, readable  # remains valid, because padded inputs are contiguous
 
     def part(self, call: AxisCall, start: int, num_rows: int) -> AxisCall:
         """Return views of some rows of a validated call."""
@@ -226,9 +227,9 @@ class AxisInputs:
                 found = run(self._named(inputs.names, tensors, other))
             except Exception as error:
                 raise CaptureError(
-                    f"The step raised an error in a run with {axis.name}={other[index]} that "
-                    "measures its outputs. Fix the step, or declare the axis exact to skip this "
-                    f"run. Cause: {type(error).__name__}: {error}",
+                    f"The step raised an error when it was run with {axis.name}={other[index]} to "
+                    "measure its outputs. Fix the step, or declare the axis with exact=True to "
+                    f"skip this run. Cause: {type(error).__name__}: {error}",
                     key=str(key),
                     reason="output_layout",
                 ) from error
@@ -240,8 +241,8 @@ def in_place_error(names: Sequence[str]) -> InputError:
     """Return the error for an in-place step of a runner with axes."""
     return InputError(
         names[0],
-        "In-place steps do not support axes. Call the runner with tensors and a value for each of: "
-        f"{', '.join(names)}.",
+        "In-place steps do not support axes. Call the runner with tensors, and pass a keyword "
+        f"argument for each axis: {', '.join(names)}.",
     )
 
 
@@ -274,8 +275,8 @@ def _dimensions(
                 )
     if problem:
         raise CaptureError(
-            f"If {axis.name} changes from {bucket} to {other}, {problem}, so the outputs cannot be "
-            "cut to values between buckets. Declare the axis exact.",
+            f"When {axis.name} changes from {bucket} to {other}, {problem}, so the outputs for "
+            "padded inputs cannot be cut to their unpadded size. Declare the axis with exact=True.",
             reason="output_layout",
         )
     return cuts

@@ -38,9 +38,10 @@ class InputBuffers:
         tensors: One device tensor per input, in declared order.
         num_rows: Number of rows in each batched buffer.
         staging: Staging buffers of the host inputs; None if there are none.
-        clean_from: First row of the range that is known to contain only fill in every batched
-            buffer. For host inputs with staging buffers, the range is in their pinned memory.
-        clean_to: End of that range (exclusive).
+        clean_from: First row of the range that is known to contain only fill values in every
+            batched buffer. For host inputs with staging buffers, the range applies to their pinned
+            memory.
+        clean_to: End of this range (exclusive).
         are_shared: Whether code outside the runner has access to the buffers, and may pass them as
             inputs.
     """
@@ -91,7 +92,7 @@ class InputBuffers:
         return spec.sized(1).numel() * spec.dtype.itemsize
 
     def views(self, num_rows: int) -> list[torch.Tensor]:
-        """Return views of the first rows of batched buffers; unbatched buffers stay whole.
+        """Return views of the first rows of batched buffers, and whole unbatched buffers.
 
         Raises:
             ConfigError: The buffers have fewer than ``num_rows`` rows.
@@ -119,7 +120,7 @@ class InputBuffers:
         ]
 
     def fill_of(self, index: int, num_rows: int) -> torch.Tensor:
-        """Return a tensor with ``num_rows`` rows of an input's fill."""
+        """Return a tensor with ``num_rows`` rows of an input's fill value."""
         source = self._fills[index]
         spec = self.inputs.specs[self.inputs.names[index]]
         if source is None:
@@ -140,7 +141,7 @@ class InputBuffers:
             raise InputError(
                 self.inputs.names[0],
                 f"An in-place step can have at most {counted(self.num_rows, 'row')}, the size of "
-                f"the largest graph, got {num_rows}. Call the runner with tensors instead.",
+                f"the static inputs, got {num_rows}. Call the runner with tensors instead.",
             )
         sources = self.views(num_rows)
         for index, rows in self.host_rows(num_rows):
@@ -159,7 +160,7 @@ class InputBuffers:
     ) -> Sequence[Any]:
         """Return a batch in which copies replace values that are in these buffers.
 
-        Otherwise, copying the batch into the buffers could overwrite a value before reading it.
+        Otherwise, copying the batch into the buffers could overwrite a value before it is read.
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
@@ -172,7 +173,7 @@ class InputBuffers:
         for index in range(len(values)) if indices is None else indices:
             value = values[index]
             is_tensor = isinstance(value, torch.Tensor)
-            # An odd number of edges before the address means that it is inside a buffer.
+            # The address is inside a buffer if an odd number of edges precede or equal it.
             if bisect_right(edges, value.data_ptr() if is_tensor else _address_of(value)) & 1:
                 if made is None:
                     made = list(values)
@@ -202,7 +203,7 @@ class InputBuffers:
             self.mark_written(num_rows)
 
     def reset(self) -> None:
-        """Fill all rows, unless they are known to contain fill."""
+        """Write fill values to all rows of batched buffers, unless they already contain them."""
         if self.clean_from == 0 and self.clean_to == self.num_rows:
             return
         if self.staging is not None:
@@ -216,7 +217,7 @@ class InputBuffers:
         self.clean_from, self.clean_to = 0, self.num_rows
 
     def refill(self) -> None:
-        """Fill all device rows after their memory lost its contents."""
+        """Write fill values to all device buffers after their memory lost its contents."""
         for name, tensor in zip(self.inputs.names, self.tensors, strict=True):
             tensor.copy_(self.inputs.specs[name].full(self.num_rows, self.inputs.device))
 
@@ -239,7 +240,7 @@ class InputBuffers:
         self.clean_from = max(self.clean_from, num_rows)
 
     def mark_filled(self, start: int, stop: int) -> None:
-        """Record that rows ``start`` to ``stop`` contain fill, and that earlier rows might not."""
+        """Record fill values in rows ``start`` to ``stop``, but possibly not in earlier rows."""
         if self.clean_from <= stop:
             self.clean_to = max(self.clean_to, stop)
         else:
@@ -247,7 +248,7 @@ class InputBuffers:
         self.clean_from = start
 
     def mark_unknown(self) -> None:
-        """Record that no row is known to contain fill."""
+        """Record that no row is known to contain fill values."""
         self.clean_from = self.clean_to = 0
 
 
@@ -307,10 +308,10 @@ class StaticBuffers:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows in each batched buffer, which is the size of the largest graph."""
+        """The number of rows in each batched buffer, at least the size of the largest graph."""
         return self._buffers.num_rows
 
     def wait(self) -> None:
-        """Wait until the last copy of host inputs has finished; then they may be written."""
+        """Wait until host inputs may be written, because their last copy has finished."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()

@@ -40,7 +40,8 @@ class CallReader:
         """Return the bound inputs of a call and the two results of ``check``.
 
         Raises:
-            InputError: An input is missing or unknown, or has the wrong type, device or shape.
+            InputError: An input is missing, unknown or given twice, or has the wrong type, dtype,
+                device or shape.
         """
         tensors = self.bind(args, inputs)
         if self.is_special:

@@ -29,7 +29,7 @@ def numpy_module() -> Any:
         raise ConfigError(
             "host",
             True,
-            "False unless numpy is installed",
+            "False, because numpy is not installed",
             "Run: pip install 'dispatchkit[torch]'.",
         ) from error
     return np
@@ -69,7 +69,7 @@ def host_array(value: Any, dtype: torch.dtype) -> Any:
             try:
                 array: Any = value.numpy()  # twice as fast as checking the conditions first
             except (TypeError, RuntimeError):
-                pass  # on a device, lazily conjugated or negated, or requires a gradient
+                pass  # it is on a device, is lazily conjugated or negated, or requires a gradient
             else:
                 return array
         is_here = value.device.type == "cpu" and value.layout is torch.strided

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dispatchkit.errors import InputError, counted
-from dispatchkit.execute.io.host_arrays import array_dtype, numpy_module
+from dispatchkit.execute.io.host_arrays import array_dtype, carrier_of, numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -27,7 +27,7 @@ def bind_or_raise(
         raise InputError(
             "",
             f"The call has {len(args)} positional inputs, but the runner has only "
-            f"{counted(len(names), 'input')}. Pass each of them once: {listing}.",
+            f"{counted(len(names), 'input')}. Pass each input once: {listing}.",
         )
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
@@ -43,23 +43,32 @@ def bind_or_raise(
     if missing:
         raise InputError(
             missing[0],
-            f"Missing input{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}. Pass all "
-            f"of: {listing}.",
+            f"Missing input{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}. Pass every "
+            f"input: {listing}.",
         )
     return [given[name] for name in names]
 
 
 def unsupported_kind(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be copied into a static buffer; empty if it can."""
+    """Return the kind of a tensor that cannot be copied into a static buffer; empty if it can."""
     if type(tensor) not in _PLAIN_TYPES:
-        return f"a {type(tensor).__name__}"
+        return f"a tensor of type {type(tensor).__name__}"
     if tensor.is_nested:
-        return "nested"
+        return "a nested tensor"
     if tensor.is_quantized:
-        return "quantized"
+        return "a quantized tensor"
     if tensor.is_meta:
-        return "on the meta device"
-    return "" if tensor.layout is torch.strided else f"of {tensor.layout}"
+        return "a tensor on the meta device"
+    return "" if tensor.layout is torch.strided else f"a {tensor.layout} tensor"
+
+
+def _conversion(tensor: torch.Tensor) -> str:
+    """Return the call that converts a tensor of an unsupported kind."""
+    if tensor.is_nested:
+        return "to_padded_tensor(0)"
+    if type(tensor) not in _PLAIN_TYPES:
+        return "as_subclass(torch.Tensor)"
+    return "dequantize()" if tensor.is_quantized else "to_dense()"
 
 
 def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Sequence[Any]) -> int:
@@ -89,9 +98,8 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif not tensor.is_meta and (kind := unsupported_kind(tensor)):
             raise InputError(
                 name,
-                f"Input {name!r} must be a plain strided tensor, got a tensor that is {kind}. "
-                "Convert it before the call with to_dense(), to_padded_tensor(), dequantize() or "
-                "as_subclass(torch.Tensor).",
+                f"Input {name!r} must be a plain strided tensor, got {kind}. Convert it with "
+                f".{_conversion(tensor)} before the call.",
             )
         elif tensor.dtype is not spec.dtype:
             raise InputError(
@@ -100,10 +108,11 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
                 f".to({spec.dtype}) before the call.",
             )
         elif tensor.device != device:
+            next_step = f"Move it with .to({str(device)!r}) before the call."
+            if tensor.is_meta:
+                next_step = "Pass a tensor with data."
             raise InputError(
-                name,
-                f"Input {name!r} must be on {device}, got {tensor.device}. Move it "
-                f"with .to({str(device)!r}) before the call.",
+                name, f"Input {name!r} must be on {device}, got {tensor.device}. {next_step}"
             )
         want = "(" + ", ".join("rows" if s is None else str(s) for s in spec.shape) + ")"
         got = tuple(tensor.shape)
@@ -161,10 +170,13 @@ def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
         )
     else:
         got = f"a tensor of {value.dtype} ({value.layout}). Convert it before the call"
+    allowed = f"a numpy array, a CPU tensor or a list of {spec.dtype} values"
+    if carrier_of(spec.dtype) is not spec.dtype:
+        allowed = f"a CPU tensor of {spec.dtype}, because numpy lacks this dtype"
     raise InputError(
         name,
-        f"Input {name!r} is declared with host=True and must be a numpy array, a CPU tensor "
-        f"or a list of {spec.dtype} values, got {got}." + _next_step(spec),
+        f"Input {name!r} is declared with host=True and must be {allowed}, got {got}."
+        + _next_step(spec),
     )
 
 

@@ -1,9 +1,9 @@
 """Choose, before a capture, how inputs reach the graph.
 
-If the backend supports copy nodes, the graph begins with one. A call then only sets the parameters
-of the node, and the launch copies the rows of small inputs and fills the padding rows of the
-bucket. The node reads the caller's tensors in stream order on the caller's stream, like a copy
-before the launch.
+If the backend supports copy nodes, a graph with small inputs begins with one. A call then only sets
+the parameters of the node, and the launch copies the rows of small inputs and fills the padding
+rows of the bucket. The node reads the caller's tensors in stream order on the caller's stream, like
+a copy before the launch.
 
 The node copies either all host inputs of a graph or none of them. Calls write host inputs to the
 node's own data. The backend reads this data when the node is set, so the next call can write
@@ -29,8 +29,8 @@ from dispatchkit.execute.io.staging import StagingBuffers
 
 _logger = logging.getLogger(__name__)
 
-#: Largest input that a node copies, in bytes at the bucket of the graph. For larger inputs, device
-#: time matters more than host time, and torch's copy kernel is faster.
+#: Largest device input that a node copies, in bytes at the bucket of the graph. For larger inputs,
+#: device time matters more than host time, and torch's copy kernel is faster.
 MAX_BYTES = 256 << 10
 #: Maximum number of inputs of one node.
 MAX_INPUTS = 16
@@ -108,7 +108,7 @@ class InputPath:
         if code:
             raise ReplayError(
                 f"Disabling the copy node of a graph failed with CUDA error {code}. Earlier work "
-                "on the device may have failed. Set CUDA_LAUNCH_BLOCKING=1 to find the failed call."
+                "on the device may have failed. Run with CUDA_LAUNCH_BLOCKING=1 to find the call."
             )
         self.is_idle = True
 
@@ -181,7 +181,10 @@ def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> In
             )
         why_staged = node
     small = small[:MAX_INPUTS]
-    node = "no device input is small and batched along dimension 0"
+    node = (
+        f"every device input is larger than {MAX_BYTES >> 10} KiB, is batched along a dimension "
+        f"other than 0, or has elements of more than {FILL_BYTES} bytes"
+    )
     if small:
         node = _make_node(maker, small, sizes, {})
     return InputPath(

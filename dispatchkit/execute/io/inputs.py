@@ -45,12 +45,13 @@ class InputSet:
         device: Required device of the tensors in a call.
 
     Raises:
-        ConfigError: No input is batched, or a name is reserved or not an identifier.
+        ConfigError: An input is not a StaticInput, a shape names an axis, no input is batched, or
+            a name is reserved or not an identifier.
     """
 
     def __init__(self, specs: Mapping[str, StaticInput], device: torch.device) -> None:
         for name, spec in specs.items():
-            hint = 'Declare it as StaticInput((None, 16), "float32"), with its own shape.'
+            hint = 'For example, pass StaticInput((None, 16), "float32").'
             check_instance(spec, StaticInput, f"inputs[{name!r}]", hint)
             if spec.named:
                 raise ConfigError(
@@ -88,8 +89,8 @@ class InputSet:
         self.on_device: tuple[int, ...] = tuple(
             index for index, spec in enumerate(self) if not spec.host
         )
-        # Required properties of a value, read and compared in two calls. With a single visible GPU,
-        # ``is_cuda`` replaces ``device``, because reading ``device`` creates an object.
+        # Reader of the properties that are compared with the required ones. With a single visible
+        # GPU, it reads ``is_cuda`` instead of ``device``, which would create an object.
         is_only = device.type == "cuda" and torch.cuda.device_count() == 1
         self._device_fact: Any = True if is_only else device
         self._facts: Any = attrgetter(
@@ -116,7 +117,7 @@ class InputSet:
         return sum(spec.sized(num_rows).numel() * spec.dtype.itemsize for spec in self)
 
     def as_device(self) -> InputSet:
-        """Return these inputs with host inputs moved to the device."""
+        """Return these inputs, with host inputs declared as device inputs."""
         if not self.host:
             return self
         specs = {name: attrs.evolve(spec, host=False) for name, spec in self.specs.items()}
@@ -147,10 +148,10 @@ class InputSet:
     def check(self) -> Callable[[Any], tuple[int, bool]]:
         """The function that validates the values of a call.
 
-        It returns the number of rows, and whether a copy node can read all inputs directly
-        (contiguous tensors, without lazy conjugation or negation, autocast off). It raises
-        InputError if a value is not a tensor, or has the wrong dtype, device or shape. Host inputs
-        must have been converted to arrays (see ``host_arrays``).
+        It returns the number of rows, and whether a copy node is known to be able to read all
+        inputs directly (contiguous tensors, without lazy conjugation or negation, autocast off). It
+        raises InputError if a value is not a tensor, requires a gradient, or has the wrong dtype,
+        device or shape. Host inputs must have been converted to arrays (see ``host_arrays``).
         """
         if not self.host and TensorGuards is not None:
             return self._check_tensors
@@ -297,5 +298,5 @@ def has_lazy_bits(value: torch.Tensor) -> bool:
 
 
 def never(*_: Any) -> bool:
-    """Return False; the placeholder for a fast check before the first valid call."""
+    """Return False; the placeholder for a missing fast check."""
     return False
