@@ -159,8 +159,12 @@ def test_the_batch_may_be_another_dimension():
     assert steps(step) == (3, 0)
     with pytest.raises(ConfigError, match="batch_dims"):
         graphed(lambda x: x, batch_dims={"y": 0})(torch.ones(2))
-    with pytest.raises(ConfigError, match="batch_dims"):
+    with pytest.raises(ConfigError, match=r"^batch_dims must be 0 or None for tensor 'x' of shape"):
         graphed(lambda x: x, batch_dims=3)(torch.ones(2))
+    with pytest.raises(
+        ConfigError, match=r"^batch_dims\['x'\] must be a number from 0 to 1, or None"
+    ):
+        graphed(lambda x: x, batch_dims={"x": 3})(torch.ones(2, 2))
     for odd in ([0], "0", {"x": "0"}, True):
         with pytest.raises(ConfigError, match=r"batch_dims must be the index of a dimension"):
             graphed(lambda x: x, batch_dims=odd)(torch.ones(2))
@@ -282,21 +286,40 @@ def test_calls_that_need_gradients_run_plainly(net):
 
 
 @pytest.mark.parametrize(
-    ("args", "reason"),
+    ("args", "batch_dims", "reason", "next_step"),
     [
-        ((torch.tensor(1.0),), "no_batch"),
-        ((3,), "no_batch"),
-        ((torch.ones(2), bytearray(b"x")), "unhashable_value"),
+        ((torch.tensor(1.0),), "derived", "no_batch", "Pass a tensor with a batch dimension"),
+        ((3,), "derived", "no_batch", "Pass a tensor with a batch dimension"),
+        ((torch.ones(2),), None, "no_batch", r"graphed\(batch_dims=\{'x': 0\}\)"),
+        (
+            (torch.ones(2), bytearray(b"x")),
+            "derived",
+            "unhashable_value",
+            r"not hashable \(bytearray\)",
+        ),
     ],
 )
-def test_a_call_without_graphs_is_told_and_counted(args, reason):
-    step = graphed(lambda x, other=None: x * 2)
-    with pytest.warns(EagerStepWarning, match=reason):
+def test_a_call_without_graphs_is_told_and_counted(args, batch_dims, reason, next_step):
+    step = graphed(lambda x, other=None: x * 2, batch_dims=batch_dims)
+    told = rf"\(reason: {reason}\)\. .*{next_step}"
+    with pytest.warns(EagerStepWarning, match=told):
         assert torch.equal(torch.as_tensor(step(*args)), torch.as_tensor(args[0] * 2))
     step(*args)
     assert step.graphed.stats().plain == {reason: 2}
-    with pytest.raises(InputError, match=reason):
+    with pytest.raises(InputError, match=told):
         step.graphed.capture(*args)
+
+
+def test_a_refused_capture_states_what_to_change(net):
+    with pytest.raises(InputError, match=r"empty_batch.* Pass at least one row\."):
+        graphed(net.eval()).graphed.capture(torch.ones(0, 4))
+    with pytest.raises(
+        InputError, match=r"call model\.eval\(\)\. To run .*call the module directly"
+    ):
+        graphed(net.train()).graphed.submit(torch.ones(2, 4))
+    weight = torch.ones(2, requires_grad=True)
+    with pytest.raises(InputError, match=r"holds weights .* under torch\.no_grad"):
+        graphed(lambda x: x * weight).graphed.submit(torch.ones(3, 2))
 
 
 def test_no_rows_give_what_the_function_gives():
@@ -310,6 +333,14 @@ def test_endless_new_values_end_in_plain_calls(monkeypatch):
         for by in range(5):
             assert step(torch.ones(2), by).tolist() == [by, by]
     assert step.graphed.stats().plain == {"too_many_forms": 3}
+
+
+def test_calls_that_differ_only_in_nesting_are_described(monkeypatch):
+    monkeypatch.setattr("dispatchkit.execute.graphed.calls.MAX_FORMS", 1)
+    step = graphed(lambda x: x[0] if isinstance(x, tuple) else x, sizes=[2])
+    step(torch.ones(2))
+    with pytest.warns(EagerStepWarning, match="reached: .* nesting of arguments"):
+        step((torch.ones(2),))
 
 
 def test_batches_above_declared_sizes_run_eager():

@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 
 from dispatchkit import graphed  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
-from dispatchkit.execute.graphed.varying import guess_axes  # noqa: E402
+from dispatchkit.execute.graphed.varying import guess_axes, prove_padding  # noqa: E402
 
 LENGTHS = ((3, 12), (2, 20), (4, 9), (3, 33), (1, 5), (4, 64))
 
@@ -201,3 +201,12 @@ def test_a_step_that_writes_state_is_not_run_for_a_proof():
             torch.testing.assert_close(run(x), x)
     assert total.item() == len(LENGTHS)
     assert len(run.graphed.runners) == len(LENGTHS)
+
+
+def test_the_value_that_padding_changes_is_named():
+    """Padding with values of the call changes it, padding with zeros does not."""
+    x = torch.full((1, 8), 2.0)
+    shapes = ((None, 8),)
+    axes = guess_axes([shapes, ((None, 6),)])
+    proof = prove_padding(axes, shapes, [x], lambda tensors: int(tensors[0].sum()))
+    assert proof.problem == "output 0 is 8 without padding, but 16 with padding"

@@ -1,10 +1,10 @@
 """Guess the batch dimension of each tensor of a call.
 
 By default, the batch dimension is dimension 0 of the first tensor, and of each tensor with the same
-size there. Recurrent states, whose dimension 0 counts layers, have dimension 1 as batch dimension.
-If other tensors have the size of the first tensor's dimension 1, but none has that of its dimension
-0, the first tensor is taken as a time-first sequence. The batch dimension of all tensors is then
-dimension 1. A guess may be wrong, so each capture checks it.
+size there. For recurrent states, whose dimension 0 counts layers, it is dimension 1. The first
+tensor is treated as a time-first sequence if another tensor has the same size in dimension 1, but
+no other tensor has the size of the first tensor's dimension 0. The batch dimension of all batched
+tensors is then dimension 1. A guess may be wrong, so each capture checks it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def guess_batch_dims(
     *,
     time_first: bool = False,
 ) -> list[int | None]:
-    """Return the batch dimension of each tensor of a call, or None.
+    """Return the batch dimension of each tensor of a call; None for unbatched tensors.
 
     Args:
         tensors: Tensors of the call.
@@ -56,7 +56,7 @@ def _dim_of(tensor: torch.Tensor, rows: int) -> int | None:
 def _is_time_first(
     first: torch.Tensor, tensors: Sequence[torch.Tensor], may_follow: Sequence[bool]
 ) -> bool:
-    """Return whether the first tensor shares its dimension 1, but not 0, with other tensors."""
+    """Return whether the first tensor shares the size of dimension 1, but not of 0, with others."""
     others = [one for one, may in zip(tensors, may_follow, strict=True) if may and one is not first]
     if first.dim() < 3 or not others:
         return False

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 #: Maximum number of cached calls.
 MAX_CACHED_CALLS: Final = 4096
-#: Types of values that a key can contain; calls with other values are not cached.
+#: Types of values, besides tensors, that a key can contain; calls with other values are not cached.
 _SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
 
 _facts_of: Callable[[Any], Any] = attrgetter("shape", "dtype", "device")
@@ -121,6 +121,6 @@ def _key_of(
         return None
     try:
         hash(key)
-    except TypeError:  # an argument with a shape, dtype and device that is not a tensor
+    except TypeError:  # an argument other than a tensor has an unhashable shape, dtype or device
         return None
     return key

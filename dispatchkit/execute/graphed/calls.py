@@ -45,26 +45,22 @@ MAX_FORMS = 16
 #: Reasons that cause no warning, because the call has nothing to replay.
 _SILENT = frozenset({Reason.EMPTY_BATCH})
 
-#: Next step for each reason for an eager call.
-_NEXT_STEPS: Mapping[str, str] = {
-    Reason.NO_BATCH: (
-        "No tensor of the call has a batch dimension. Declare it with graphed(batch_dims=...)."
-    ),
-    Reason.TENSOR_KIND: "Pass dense tensors, and convert them inside the graphed function.",
-    Reason.UNHASHABLE_VALUE: "Pass numbers, strings, tuples or tensors.",
-}
 _TRAINING = (
     "The module is in training mode and gradients are enabled, which replays do not support. For "
-    "inference, call model.eval(). Ignore this warning in a training loop."
+    "inference, call model.eval()."
 )
 _REQUIRES_GRAD = (
     "Tensors of the call require gradients ({}), which replays do not support. If gradients are "
-    "not needed, detach them or call under torch.no_grad()."
+    "not needed, detach the tensors, or make the call under torch.no_grad()."
+)
+_HOLDS_WEIGHTS = (
+    "The function holds weights that require gradients, so its results {} gradients too. If "
+    "gradients are not needed, make the call under torch.no_grad()."
 )
 _PADDING_CHANGES = (
-    "Calls differ in sizes other than the batch, and {}. Graphs are therefore captured for each "
-    f"exact size, up to {MAX_FORMS} forms of calls. To let sizes share graphs, pass a mask that "
-    "hides padding, or use GraphRunner(..., axes=[Axis(...)]) with fill values that change no "
+    "Calls differ in sizes other than the batch size, and {}. Graphs are therefore captured for "
+    f"each exact size, up to {MAX_FORMS} forms of calls. To let sizes share graphs, pass a mask "
+    "that hides padding, or use GraphRunner(..., axes=[Axis(...)]) with fill values that change no "
     "result."
 )
 
@@ -78,8 +74,8 @@ class GraphedStats:
     Attributes:
         calls: Number of calls.
         plain: Number of calls that ran eager without a runner, by reason.
-        runners: Counters of each runner, by a description of its form. A form whose capacity grew
-            has one entry per capacity.
+        runners: Counters of each runner, by a description of its form. If the capacity or the
+            buckets of a form changed, each of its runners has an entry.
     """
 
     calls: int
@@ -112,8 +108,8 @@ class _GradientProbe:
     """The analysis of a call that runs eager to show whether calls of its kind need gradients.
 
     Attributes:
-        kind: Kind of the call: nesting of its arguments, values that are not tensors, and numbers
-            of dimensions.
+        kind: Kind of the call: nesting of its arguments, values that are not tensors, and the
+            number of dimensions of each tensor.
     """
 
     kind: Hashable
@@ -121,13 +117,13 @@ class _GradientProbe:
 
 @attrs.frozen
 class _Route:
-    """The form and sizes of calls with one cache key.
+    """The form and sizes of calls with the same cache key.
 
     Attributes:
         form: Form of the calls.
         sizes: Size of the calls along each axis, by name.
         num_rows: Number of rows in the batch.
-        kind: Kind of the calls, as for ``_GradientProbe``.
+        kind: Kind of the calls, as in ``_GradientProbe``.
         names: Keywords of the calls, in the order of the form's inputs.
         types: Types of the tensors, which are not part of a cache key.
         layouts: Layouts of the tensors, which are not part of a cache key.
@@ -157,15 +153,15 @@ class GraphedCalls:
 
     Args:
         target: Module or function to run.
-        batch_dims: Batch dimension by parameter name, or one dimension for all tensors; derived by
-            default.
+        batch_dims: Batch dimension by tensor name, or one dimension for all tensors, with None for
+            unbatched tensors; ``DERIVED`` to derive the dimensions from calls.
         settings: Arguments of the runners, by name.
 
     Attributes:
         target: The given module or function.
         module: The target if it is a module, else None.
         settings: The given arguments of the runners.
-        memory: Memory that the runners share: a budget, an account and, if possible, a pool.
+        memory: Memory that the runners share: its budget and, if possible, a pool.
         batch_dims: The given batch dimensions.
         grows: Whether no capture sizes were given, so that the sizes of each form grow with its
             largest batch.
@@ -274,8 +270,9 @@ class GraphedCalls:
         form.fix_buckets()
         if not num_graphs and not form.has_graphs():
             warn_at_call(
-                f"No graph was captured for {form}, so its calls run eager. "
-                "To see the reason for each size, print the function's .graphed.runners[-1].",
+                f"No graph was captured for calls with {form}, so they run eager. To see the "
+                f"reason for each size, print .graphed.runners[{self.runners.index(runner)}] of "
+                f"the graphed {self._noun}.",
                 EagerStepWarning,
             )
         return num_graphs
@@ -309,6 +306,11 @@ class GraphedCalls:
                     runners[f"{words} #{count + 1}" if count else words] = one
             plain = {str(reason): count for reason, count in dict(self._plain).items()}
             return GraphedStats(self._calls, plain, runners)
+
+    @property
+    def _noun(self) -> str:
+        """The kind of target, for messages."""
+        return "function" if self.module is None else "module"
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
@@ -453,7 +455,7 @@ class GraphedCalls:
                 with torch.no_grad():
                     problem = family.try_axes(shapes, tensors, first.run_on)
                 if problem:
-                    self._warn(_PADDING_CHANGES.format(problem))
+                    warn_at_call(_PADDING_CHANGES.format(problem), EagerStepWarning)
                 sizes = family.sizes(shapes)
         axes = None if sizes is None else family.axes
         form_name = (name, shapes if axes is None else axes.shapes)
@@ -485,10 +487,11 @@ class GraphedCalls:
         if isinstance(found, _GradientProbe):
             found = Reason.GRADIENTS
         if isinstance(found, str):
+            next_step = self._next_step(found, args, kwargs)
             raise InputError(
                 found,
-                f"This call has no graphs (reason: {found}). Call the function directly to run "
-                "it eager.",
+                f"The call has no graphs (reason: {found}). {next_step} To run the call eager, "
+                f"call the {self._noun} directly.",
             )
         return found
 
@@ -531,9 +534,14 @@ class GraphedCalls:
             dims = [declared if one.dim() else None for one in tensors]  # type: ignore[misc]
         for name, one, dim in zip(names, tensors, dims, strict=True):
             if dim is not None and (whole_number(dim) is None or not 0 <= dim < one.dim()):
-                allowed = f"a dimension of a tensor with shape {tuple(one.shape)}, or None"
+                is_named = isinstance(declared, Mapping)
+                dims_of = {0: "None", 1: "0 or None"}
+                allowed = dims_of.get(one.dim(), f"a number from 0 to {one.dim() - 1}, or None,")
                 raise ConfigError(
-                    f"batch_dims[{name!r}]", dim, allowed, "Correct it, or pass None if unbatched."
+                    f"batch_dims[{name!r}]" if is_named else "batch_dims",
+                    dim,
+                    f"{allowed} for tensor {name!r} of shape {tuple(one.shape)}",
+                    "" if is_named else "To declare tensors separately, pass a dictionary by name.",
                 )
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
@@ -563,28 +571,55 @@ class GraphedCalls:
         self._plain[reason] += 1
         name = reason, getattr(self.module, "training", False)
         if reason not in _SILENT and self._once.first(name):
-            self._warn(
-                f"Calls run without graphs (reason: {reason}). "
-                f"{self._next_step(reason, args, kwargs)}"
-            )
+            next_step = self._next_step(reason, args, kwargs)
+            if next_step == _TRAINING:
+                next_step += " In a training loop, this is expected."
+            self._warn_without_graphs(reason, next_step)
         return self.target(*args, **kwargs)
 
     def _next_step(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         kwargs = dict(sorted(kwargs.items()))
         leaves = tree_flatten((args, kwargs))[0]
         tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        named = list(zip(self._names(args, kwargs, len(tensors)), tensors, strict=True))
         if reason == Reason.GRADIENTS:
             if getattr(self.module, "training", False):
                 return _TRAINING
-            names = self._names(args, kwargs, len(tensors))
-            pairs = zip(names, tensors, strict=True)
-            return _REQUIRES_GRAD.format(_some({name for name, one in pairs if one.requires_grad}))
+            found = [name for name, one in named if one.requires_grad]
+            if not found:
+                return _HOLDS_WEIGHTS.format("may require")
+            return _REQUIRES_GRAD.format(_some(found, "and"))
+        if reason == Reason.NO_BATCH:
+            found = [name for name, one in named if one.dim()]
+            if not found:
+                return (
+                    "The call has no tensor with dimensions. Pass a tensor with a batch dimension."
+                )
+            return (
+                f"batch_dims declares no batch dimension for the tensors of the call "
+                f"({_some(found, 'and')}). Declare at least one, for example with "
+                f"graphed(batch_dims={{{found[0]!r}: 0}})."
+            )
+        if reason == Reason.TENSOR_KIND:
+            name, kind = next(
+                (name, kind) for name, one in named if (kind := unsupported_kind(one))
+            )
+            return (
+                f"Tensor {name} is {kind}. Pass a plain strided tensor, and convert it inside the "
+                f"graphed {self._noun} if necessary."
+            )
+        if reason == Reason.UNHASHABLE_VALUE:
+            kinds = {type(one).__name__ for one in leaves if not _is_hashable(one)}
+            return (
+                f"The call contains a value that is not hashable ({_some(kinds)}). Pass numbers, "
+                "strings, tuples or tensors."
+            )
+        if reason == Reason.EMPTY_BATCH:
+            return "The batch has no rows. Pass at least one row."
         if reason == Reason.SEVERAL_DEVICES:
             devices = " and ".join(sorted({str(one.device) for one in tensors}))
             return f"The tensors of the call are on {devices}. Move them to one device."
-        if reason == Reason.TOO_MANY_FORMS:
-            return self._describe_forms()
-        return _NEXT_STEPS[reason]
+        return self._describe_forms()
 
     def _describe_forms(self) -> str:
         """Describe how the forms of calls differ, and how to reduce their number."""
@@ -603,15 +638,17 @@ class GraphedCalls:
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
             varied.append(f"a value was {_some(found)} (pass it as a tensor)")
+        differences = "; ".join(varied) or "the calls differ in the names or nesting of arguments"
         return (
             f"The maximum of {len(forms)} forms of calls (combinations of shapes and values) is "
-            f"reached: {'; '.join(varied)}. To let sizes share graphs, use GraphRunner(..., "
+            f"reached: {differences}. To let sizes share graphs, use GraphRunner(..., "
             "axes=[Axis(...)])."
         )
 
-    def _warn(self, message: str) -> None:
+    def _warn_without_graphs(self, reason: str, next_step: str) -> None:
         warn_at_call(
-            f"{message} Warned once; the function's .graphed.stats() counts these calls.",
+            f"Calls run without graphs (reason: {reason}). {next_step} This warning is issued "
+            "once; .graphed.stats() counts these calls.",
             EagerStepWarning,
         )
 
@@ -626,11 +663,7 @@ class GraphedCalls:
             return result
         self._plain[Reason.GRADIENTS] += 1
         if self._once.first("held weights"):
-            self._warn(
-                "Calls run without graphs (reason: gradients). The function holds weights that "
-                "require gradients, so its results require gradients too. If gradients are not "
-                "needed, call the function under torch.no_grad()."
-            )
+            self._warn_without_graphs(Reason.GRADIENTS, _HOLDS_WEIGHTS.format("require"))
         return result
 
     def _record_address(self) -> None:
@@ -649,7 +682,7 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     lanes = lanes if isinstance(lanes, Lanes) else Lanes(lanes)
     given = settings.get("memory")
     if given is not None and lanes.memory is not None:
-        hint = "Pass only one of them."
+        hint = "Pass the memory only once, as memory=... or lanes=Lanes(memory=...)."
         raise ConfigError("memory", given, "omitted if lanes contains a memory", hint)
     group = MemoryGroup.of(lanes.memory if given is None else given)
     if group is None:
@@ -678,8 +711,16 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def _some(found: Iterable[str]) -> str:
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _some(found: Iterable[str], before_more: str = "or one of") -> str:
     """Return the first three values as text, with the number of further values."""
     ordered = sorted(found)
-    more = f" or one of {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    more = f" {before_more} {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

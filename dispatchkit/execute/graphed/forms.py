@@ -201,7 +201,7 @@ class Form:
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.lanes[0].work.guard.add(self._target)
-        self.top = top  # only now, because creating the runner may fail
+        self.top = top  # set only now, because creating the runner may fail
         return runner
 
     def shapes(self) -> Iterator[tuple[str, str]]:
@@ -277,7 +277,7 @@ def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable
 
     Args:
         step: Step that takes inputs by name.
-        names: Names of inputs that a graph would read with strides.
+        names: Names of inputs that are not contiguous in the memory that a graph reads.
     """
 
     def contiguous_step(**inputs: torch.Tensor) -> Any:

@@ -73,9 +73,10 @@ def graphed(
     """Run a module or a function through graphs; also a decorator.
 
     No option is required. Inputs and batch dimensions are derived from calls, graphs are captured
-    on demand, sizes grow with the batches, and each capture proves that padding does not change
-    results. Calls that need gradients run eager. With gradients enabled, a call needs gradients if
-    one of its tensors requires them or the module is in training mode.
+    on demand, sizes grow with the batches, and each capture checks whether padding changes results.
+    Calls that need gradients run eager. With gradients enabled, a call needs gradients if one of
+    its tensors requires them, if the module is in training mode, or if the results of a function
+    require them.
 
     Args:
         module_or_function: Module or function; if omitted, a decorator is returned.
@@ -84,12 +85,13 @@ def graphed(
         lanes: Number of streams that ``.graphed.submit`` distributes calls over, or ``Lanes``.
         outputs: ``owned`` returns results that the caller owns; ``view`` returns results that are
             valid until the next call.
-        example: Arguments of a call, as a tuple or a dictionary by name. Graphs for this form of
-            call are captured immediately, at all sizes.
+        example: Arguments of a call, as a tuple, a list, or a dictionary by name. Graphs for this
+            form of call are captured immediately, at all sizes.
         batch_dims: Batch dimension of all tensors, or a dictionary by parameter name, with None for
             unbatched tensors. Tensors of a nested argument are named ``name_0``, ``name_1`` and so
             on. By default, dimension 0 is the batch dimension of the first tensor, and of all
-            tensors that always have the same size there.
+            tensors that always have the same size there. For recurrent states and time-first
+            sequences, the default is dimension 1.
         memory: ``GraphMemory``, or one of its groups, to share with other runners. By default, the
             graphs of all forms share a pool and the budget ``MemoryOptions.max_bytes``. This budget
             counts the same memory as the budget of a ``GraphMemory``.
@@ -104,6 +106,7 @@ def graphed(
 
     Raises:
         ConfigError: A setting is invalid, or the argument is not a module or a function.
+        InputError: The call described by ``example`` cannot have graphs.
     """
     refuse_moved(settings)
     _check_settings(settings)
@@ -140,19 +143,21 @@ def graphed(
     return made
 
 
-#: Arguments of GraphRunner that are derived from calls.
-_DERIVED_ARGUMENTS = frozenset({"step", "inputs", "example"})
+#: Arguments of GraphRunner that ``graphed`` handles itself.
+_OWN_ARGUMENTS = frozenset({"step", "inputs", "example"})
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    known = set(inspect.signature(GraphRunner).parameters) - _DERIVED_ARGUMENTS
+    known = set(inspect.signature(GraphRunner).parameters) - _OWN_ARGUMENTS
     for name in settings:
-        if name in _DERIVED_ARGUMENTS:
+        if name in _OWN_ARGUMENTS:
             allowed = "omitted in graphed()"
             hint = (
                 "Inputs are derived from calls. To capture in advance, pass the arguments of a "
                 "call as example=."
             )
+            if name == "step":
+                hint = "Pass the module or function as the first argument."
             raise ConfigError(name, settings[name], allowed, hint)
         if name not in known:
             own = inspect.signature(graphed).parameters
@@ -170,7 +175,7 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
     bound = inspect.signature(GraphRunner).bind(None, {}, **arguments)
     bound.apply_defaults()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # each runner warns on its first call
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # each runner warns when it is created
         spec = RunnerSpec.of(**bound.arguments)
     check_lanes(spec)
     check_names(spec)
@@ -185,7 +190,7 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
 
 
 def _check_example(example: Any) -> None:
-    # Sequence would accept a tensor.
+    # Sequence would accept a string.
     if example is not None and not isinstance(example, tuple | list | Mapping):
         allowed = "a tuple with the arguments of a call, or a dictionary of them by name"
         raise ConfigError("example", example, allowed, "For a single argument, pass (x,).")

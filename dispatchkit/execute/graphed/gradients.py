@@ -2,8 +2,8 @@
 
 The tensors of a call and the training mode of a module can be checked before the call. A function
 may also hold tensors in its closure, in the object that a method is bound to, or in the arguments
-of a ``partial``. If a held tensor requires gradients, the first call of each form with gradients
-enabled runs eager. The result shows whether calls of the form need gradients.
+of a ``partial``. If a held tensor requires gradients, the first call of each kind runs eager if
+gradients are enabled. Its result shows whether calls of this kind need gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dispatchkit.execute.step.python_state import PythonState
 
 
 class HeldWeights:
-    """The weights that a function holds, and the forms of calls that need their gradients.
+    """The weights that a function holds, and the kinds of calls that need their gradients.
 
     Args:
         target: Function that may hold weights.
@@ -32,14 +32,14 @@ class HeldWeights:
         self._has_trainable = False
         self._needed: dict[Hashable, bool] = {}
 
-    def need_gradients(self, form: Hashable) -> bool:
+    def need_gradients(self, kind: Hashable) -> bool:
         """Return whether a call must run eager while gradients are enabled.
 
         A call must run eager if its results require gradients, or if this is not yet known. As long
         as no held tensor is known to require gradients, each call checks one held tensor, in turn.
 
         Args:
-            form: Identity of the call's form.
+            kind: Kind of the call, as in ``_GradientProbe``.
         """
         if self._turn is None:
             tensors = list(_held_tensors(self._target))
@@ -49,13 +49,13 @@ class HeldWeights:
             held = next(self._turn, None)
             tensor = None if held is None else held()
             self._has_trainable = tensor is not None and tensor.requires_grad
-        return self._has_trainable and self._needed.get(form, True)
+        return self._has_trainable and self._needed.get(kind, True)
 
-    def note(self, form: Hashable, result: Any) -> bool:
+    def note(self, kind: Hashable, result: Any) -> bool:
         """Record and return whether the result of an eager call requires gradients."""
         leaves = [result] if type(result) is torch.Tensor else leaves_of(result)
         needed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves)
-        self._needed[form] = needed
+        self._needed[kind] = needed
         return needed
 
 

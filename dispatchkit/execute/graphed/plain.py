@@ -1,7 +1,7 @@
 """PlainSteps: runs eager calls with little overhead over calling the model.
 
 The work of a runner around an eager step can take longer than a small model. PlainSteps therefore
-only decides and counts a step. Steps that must be ordered among streams, measured or compared go
+only dispatches and counts a step. Steps that must be ordered among streams, measured or compared go
 through the runner, as do steps that retry a capture.
 """
 
@@ -31,9 +31,9 @@ class PlainSteps:
     Args:
         form: Form of the calls.
         runner: Current runner of the form.
-        num_tokens: Number of rows in the calls.
+        num_tokens: Number of rows in each call.
         names: Keywords of the calls, in the order of the form's inputs.
-        has_grad: Whether gradients are enabled in the calls.
+        has_grad: Whether the caller has gradients enabled. They are disabled during each call.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PlainSteps:
             plan.note_plain(num_steps)
 
     def _run_plan(self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step whose decision has changed; the next call goes through the runner."""
+        """Run a plan whose steps cannot bypass the runner; the next call uses the runner."""
         self._left = 0
         values = (*args, *[kwargs[name] for name in self._names])
         tensors = [one for one in values if isinstance(one, torch.Tensor)]

@@ -30,7 +30,8 @@ from dispatchkit.execute.io.structure import flatten, is_same_value
 #: For each tensor of a call, the sizes of all dimensions; None for the batch.
 Shapes = tuple[tuple[int | None, ...], ...]
 
-#: Allowed difference between kernels: relative to the norm of an output, and absolute per element.
+#: Allowed difference between results of different kernels: relative to the norm of an output, and
+#: absolute per element.
 _RELATIVE, _ABSOLUTE = 2e-2, 1e-5
 #: Largest mask value that hides a position if added to scores; -1e4 is common in half precision.
 _HIDES: Final = -1e4
@@ -193,16 +194,21 @@ def _difference(
         results.append(leaves)
     for index, (one, first, second) in enumerate(zip(want, *results, strict=True)):
         if not isinstance(one, torch.Tensor):
-            if not (is_same_value(one, first) and is_same_value(one, second)):
-                return (
-                    f"output {index} is {one!r:.40} without padding, but {first!r:.40} with padding"
-                )
+            for each in (first, second):
+                if not is_same_value(one, each):
+                    return (
+                        f"output {index} is {one!r:.40} without padding, but {each!r:.40} with "
+                        "padding"
+                    )
             continue
         cuts = [_cut(each, one, half, whole) for each in (first, second)]
         if cuts[0] is None or cuts[1] is None:
+            each = first if cuts[0] is None else second
+            if not isinstance(each, torch.Tensor):
+                return f"output {index} is a tensor without padding, but {each!r:.40} with padding"
             return (
                 f"output {index} has shape {tuple(one.shape)} without padding, but "
-                f"{tuple(first.shape)} with padding"
+                f"{tuple(each.shape)} with padding"
             )
         if not bits_equal(cuts[0], cuts[1]):
             return f"output {index} depends on the values of the padding"
