@@ -1,7 +1,7 @@
 """ConfigWatcher: reload a runner's settings file while serving.
 
 A watcher opens no port and starts no thread. Call ``poll`` in the serving loop, or ``run`` in a
-separate thread. Both check the modification time of the file.
+separate thread. Both detect changes by the file's modification time, size and inode.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class ConfigWatcher:
         path: Path to the settings file.
 
     Attributes:
-        error: Why the current version of the file was rejected; None if the file is in effect.
+        error: Error for which the last version of the file was rejected; None if it was accepted,
+            or before the first poll.
     """
 
     def __init__(self, runner: GraphRunner, path: str | os.PathLike[str]) -> None:
@@ -53,14 +54,14 @@ class ConfigWatcher:
         self.error: DispatchkitError | None = None
 
     def poll(self) -> SwapReport | None:
-        """Apply the file if it was written since the last call.
+        """Apply the file if it changed since the last call; the first call always applies it.
 
         If the file cannot be read, a setting is invalid, or the swap fails, the runner keeps its
         settings. In these cases, ``error`` is set, and a ``SwapWarning`` is issued once per version
         of the file.
 
         Returns:
-            The report of the swap; None if the file changed nothing or was rejected.
+            The report of the swap; None if the file changed no setting or was rejected.
         """
         stamp = self._stamp()
         if stamp == self._seen:
@@ -72,7 +73,7 @@ class ConfigWatcher:
         except DispatchkitError as error:
             self.error = error
             warnings.warn(
-                f"The change to {self._path} was rejected, and the runner is unchanged: {error}",
+                f"The settings in {self._path} were rejected, and the runner is unchanged: {error}",
                 SwapWarning,
                 stacklevel=2,
             )

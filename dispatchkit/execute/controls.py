@@ -21,7 +21,7 @@ from dispatchkit.dispatch import (
     find_cost_model,
 )
 from dispatchkit.dispatch import explain as explain_batch
-from dispatchkit.errors import CaptureError, ConfigError, RegistryError
+from dispatchkit.errors import CaptureError, ConfigError, RegistryError, counted
 from dispatchkit.execute.capture.background import BackgroundCapture
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.external import external_step
@@ -39,8 +39,8 @@ from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
 
-#: Why a key has no graph (None if it has one), and the pauses that were too long.
 _KEYS_HINT = "list(runner.registry) returns the runner's keys."
+#: Why a key has no graph (None if it has one), and the pauses that were too long.
 _Captured = tuple[CaptureError | str | None, Sequence[LongPause]]
 
 
@@ -120,15 +120,15 @@ class Controls:
         max_pause_us: float = 2000.0,
         between_operators: bool = False,
     ) -> BackgroundCapture:
-        """Capture keys that have no graph in the background, while steps run.
+        """Start a background capture of the keys that have no graph.
 
         Waiting steps run between the phases of each capture: the warmup, the capture itself, the
-        instantiation by the driver, and each replay of the row proof. Pauses longer than
-        ``max_pause_us`` are listed in ``pauses`` with their phase. On several lanes, warmup and
-        capture form a single phase. The phases are also joined if the step changes state, draws
-        random numbers, consists of pieces or calls functions wrapped in ``torch.compile``.
-        Meanwhile, calls that would trigger a lazy capture run eager, with reason
-        ``capture_pending``.
+        instantiation by the driver, and each replay of the row proof. A capture has only one phase
+        if the runner has several lanes, or if the step changes state, declares scratch, draws
+        random numbers, consists of pieces or calls functions wrapped in ``torch.compile``. Pauses
+        of steps that are longer than ``max_pause_us`` are listed in ``pauses`` of the result, with
+        their phase. During a capture, calls that would trigger a lazy capture run eager, with
+        reason ``capture_pending``.
 
         Args:
             keys: Keys to capture; by default all declared keys. As in ``capture``, the largest is
@@ -146,16 +146,16 @@ class Controls:
                 or the runner returns views, which the proof of a new graph may overwrite.
             RegistryError: The runner is frozen, or a key is not declared.
         """
-        if isinstance(max_pause_us, bool) or not isinstance(max_pause_us, int | float):
-            raise ConfigError("max_pause_us", max_pause_us, "a number of microseconds")
-        if not max_pause_us > 0:
-            raise ConfigError("max_pause_us", max_pause_us, "greater than 0")
+        given: Any = max_pause_us
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        if not (is_number and given > 0):
+            raise ConfigError("max_pause_us", given, "a positive number of microseconds")
         if self._first.spec.outputs == "view":
             raise ConfigError(
                 "outputs",
                 "view",
                 "'owned' for background captures",
-                "The row proof of a new graph may overwrite a view that is still read. Use "
+                "The row proof of a new graph may overwrite a view that is still in use. Call "
                 "capture() instead.",
             )
         chosen = self._placement.by_lane(_checked(keys))
@@ -227,7 +227,7 @@ class Controls:
         return True
 
     def warm_up(self) -> dict[GraphKey, str]:
-        """Warm up all keys; return the error of each failed warmup.
+        """Warm up all keys that have no graph; return the error of each failed warmup.
 
         Call this method before the first capture if a library has a workspace that grows with the
         batch. Graphs then store the address of the largest workspace.
@@ -240,7 +240,7 @@ class Controls:
         return failed
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the most requested key that has no graph; return the key, or None.
+        """Try to capture the most requested key that has no graph; return the key, or None.
 
         Call this method while the service is idle.
         """
@@ -299,7 +299,7 @@ class Controls:
         output_batch_dims: Any = 0,
         has_effect: bool = True,
     ) -> None:
-        """Register a graph captured outside the runner, on the first lane.
+        """Add a graph that was captured outside the runner to the first lane.
 
         Args:
             key: The key of the graph; it is declared if necessary.
@@ -311,6 +311,8 @@ class Controls:
 
         Raises:
             InputError: The tensors do not match the declared inputs at the size of the key.
+            CaptureError: ``output_batch_dims`` does not match the outputs, or the graph exceeds a
+                memory limit.
             ConfigError: Another argument is invalid.
         """
         _check_key(key)
@@ -370,9 +372,8 @@ class Controls:
         """
         given: Any = reason
         if not isinstance(given, str) or not given:
-            raise ConfigError(
-                "reason", given, "a non-empty string", "runner.stats() counts steps by reason."
-            )
+            hint = "Name the replaced memory, such as 'weights'."
+            raise ConfigError("reason", given, "a non-empty string", hint)
         with self._lock:
             self._turns.wait()
             return sum(member.lifecycle.invalidate(reason) for member in self._executors)
@@ -383,7 +384,7 @@ class Controls:
         """Enable or disable a runtime mode or a key while serving.
 
         Raises:
-            ConfigError: ``enabled`` is not a flag.
+            ConfigError: ``enabled`` is not a flag, or ``mode`` or ``key`` is invalid.
             RegistryError: Both or neither of ``mode`` and ``key`` are given, or the key is not
                 declared.
         """
@@ -479,9 +480,9 @@ class Controls:
         if decision.key is None:
             retry = lifecycle.retry_key(decision.reason, missed)
             if retry is not None and lifecycle.will_retry(retry):
-                yield f"The step first captures {retry} again, and replays it if that succeeds."
-        elif any(key not in lifecycle.live() for key in decision.keys):
-            yield "The step first captures its graph."
+                yield f"The step first tries to capture {retry}, and replays if that succeeds."
+        elif missing := {str(key): None for key in decision.keys if key not in lifecycle.live()}:
+            yield f"The step first captures {', '.join(missing)}."
         if decision.reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
             yield (
                 "Each replay checks only some of the values, so a change may be detected several "
@@ -495,8 +496,9 @@ class Controls:
             yield PADDED_DRAWS
         elif may_split and not config.has_token_limit and num_tokens > config.max_num_tokens:
             yield (
-                "Policies do not decide batches above the largest size. To let a policy split "
-                "them, set max_num_tokens to the largest batch."
+                f"Batches of more than {counted(config.max_num_tokens, 'token')} run eager without "
+                "a decision of the policy. To let a policy split them, set max_num_tokens to the "
+                "number of tokens in the largest batch."
             )
         key = decision.key
         captured = None if key is None else self._first.lifecycle.live().get(key)
@@ -531,6 +533,8 @@ class Controls:
     def launch_path(self, key: GraphKey) -> str:
         """Return how a key's graph is launched: ``direct``, or ``replay`` and the reason.
 
+        If several lanes have the graph, the first of them is reported.
+
         Raises:
             RegistryError: The key has no graph.
         """
@@ -539,9 +543,10 @@ class Controls:
     def input_path(self, key: GraphKey) -> str:
         """Return how a key's inputs are copied: ``node``, or ``copy`` and the reason.
 
-        With ``node``, a copy node of the graph copies the inputs. In each step, torch copies device
-        inputs that the node does not support. The graph copies unsupported host inputs from pinned
-        memory; in this case, ``staging`` and the reason follow after a semicolon.
+        With ``node``, a copy node of the graph copies the inputs, and torch copies device inputs
+        that the node does not support before each launch. If the node does not support the host
+        inputs, the graph copies them from pinned memory. The result then ends with ``staging`` and
+        the reason. If several lanes have the graph, the first of them is reported.
 
         Raises:
             RegistryError: The key has no graph.
@@ -549,7 +554,9 @@ class Controls:
         return str(self._captured(key).input_path)
 
     def _captured(self, key: GraphKey) -> CapturedKey:
-        captured = self.get(key)
-        if captured is None:
-            raise RegistryError(f"{key} has no graph. Capture it first.")
-        return captured
+        _check_key(key)
+        for member in self._executors:
+            captured = member.lifecycle.live().get(key)
+            if captured is not None:
+                return captured
+        raise RegistryError(f"{key} has no graph. Capture the key with runner.capture([key]).")

@@ -81,7 +81,7 @@ def make_workload(spec: RunnerSpec) -> Workload:
     Raises:
         ConfigError: A setting is invalid.
         UnknownNameError: No backend has the given name.
-        BackendUnavailableError: The backend cannot run here.
+        BackendUnavailableError: The backend cannot run on this machine.
     """
     options, group = spec.options, spec.memory_group
     backend = make_backend(spec.backend, options.device, spec.plugins)
@@ -110,7 +110,7 @@ def make_workload(spec: RunnerSpec) -> Workload:
 
 
 class Executor:
-    """The parts that decide and run the steps of a lane.
+    """The components that dispatch and run the steps of a lane.
 
     Args:
         work: The step and its inputs.
@@ -123,7 +123,7 @@ class Executor:
         mode_reasons: Reasons for a downgrade of the mode; a swap replaces them.
         plugins: The plugins that provide policies by name; loaded on demand.
         notices: The sender of events to plugins.
-        dispatcher: The dispatcher that decides steps.
+        dispatcher: The dispatcher, which decides how each step runs.
         decide: ``dispatcher.dispatch``, or a wrapper that records or watches steps.
         registry: The keys and the states of their graphs.
         lane: The stream, memory pool and static inputs.
@@ -133,7 +133,7 @@ class Executor:
         lifecycle: The captures and evictions of graphs.
         checker: The checker of replays; None without check mode.
         eager: The runner of eager steps.
-        planner: Creates the plans for decisions.
+        planner: The planner, which creates the plans for decisions.
         calibration: The runs that measure graphs for learning policies.
     """
 
@@ -298,10 +298,10 @@ def run_again(
     readable: bool,
     *batch: int,
 ) -> Any:
-    """Decide a step again and run it, until its plan is valid; return the result.
+    """Dispatch a step again and run its plan, until a plan is valid; return the result.
 
     Args:
-        dispatcher: The dispatcher that decides the step.
+        dispatcher: The dispatcher of the lane.
         eager: The runner of eager steps.
         tensors: The inputs; None for an in-place step.
         stream: Raw handle of the current stream.

@@ -157,11 +157,11 @@ def test_a_lazy_runner_waits_captures_and_captures_anew():
     options = RunnerOptions(capture=CaptureOptions(capture_after=2))
     runner = runner_of(module, lazy=True, options=options)
     assert predicted(runner, 3) == next_step(runner, 3) == "capture_pending"
-    assert runner.explain(3).note == "The step first captures its graph."
+    assert runner.explain(3).note == f"The step first captures {HIT}."
     assert predicted(runner, 3) == next_step(runner, 3) == HIT
     assert not runner.explain(3).note
     runner.invalidate()
-    assert f"first captures {HIT} again" in runner.explain(3).note
+    assert f"tries to capture {HIT}" in runner.explain(3).note
     assert next_step(runner, 3) == HIT
     runner.evict(next(iter(runner.controls._first.lifecycle.live())))
     runner.freeze()

@@ -592,6 +592,9 @@ def test_keys_are_captured_on_their_assigned_lanes(make_lanes):
     runner.capture()
     assert [lane.num_graphs for lane in runner.lanes.stats()] == [2, 2]
     assert runner.num_bytes == assigned.graph_bytes
+    for key in runner.registry:  # the second lane's graphs too
+        assert runner.controls.launch_path(key)
+        assert runner.controls.input_path(key)
     for x in batches(16):
         torch.testing.assert_close(runner.submit(x).result(), network(x))
     assert runner.stats().steps_by_mode["NONE"] == 0

@@ -1,9 +1,10 @@
 """Capture a step in segments: graphs before, between and after its eager calls.
 
 The step runs once. At each eager call, the capture of the segment ends and the segment is replayed,
-so that the call reads real values. The results of the call are copied to fixed memory, and the next
-segment begins. A segment without operations is not replayed, but its graph is kept. Memory that the
-segment allocated stays in the pool only as long as a graph of the pool exists.
+so that the call reads real values. New tensors that the call returns are copied to fixed memory,
+and the next segment begins. A segment without operations is not replayed, but its graph is kept,
+because memory that the segment allocated stays in the pool only as long as a graph of the pool
+exists.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import OperatorWrites, StorageSet, plain_tensor
 from dispatchkit.once import line_of_call
 
+#: Next steps for a result that later segments cannot read, of a function and of an operator.
+_CONVERT_RESULT = "Convert the tensor inside the eager function."
+_CONVERT_OPERATOR = (
+    "Put the operator and a conversion of its result into one function decorated with "
+    "@eager_region."
+)
+
 
 @attrs.frozen
 class CallShapes:
@@ -39,8 +47,9 @@ class CallShapes:
 
     Attributes:
         line: File and line of the call.
-        given: Shape or batch dimension of each tensor argument.
-        returned: Shape or batch dimension of each result; None for values other than tensors.
+        given: Shape or batch dimension of each tensor argument; None without a batch dimension.
+        returned: Shape or batch dimension of each result; None without a batch dimension, and for
+            values other than tensors.
         written: For each tensor argument, whether an operator wrote to it.
     """
 
@@ -62,7 +71,7 @@ class ShapeRecorder:
         self._is_inside = False
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """Call a function and record its shapes and writes."""
+        """Call a function, and record the shapes and writes of the call."""
         if self._is_inside:
             return fn(*args, **kwargs)
         given, writes = _tensors(args, kwargs), OperatorWrites()
@@ -86,7 +95,7 @@ class ShapeRecorder:
 class ArgumentHolder:
     """Breaker that keeps the same values alive as a capture in segments, while memory is measured.
 
-    On a device it keeps no values, because the pool retains the memory of segments.
+    CUDA tensors are not kept alive, because the pool retains the memory of segments.
     """
 
     def __init__(self) -> None:
@@ -119,12 +128,12 @@ class SegmentRecorder:
     Args:
         lane: Lane of the capture.
         num_rows: Number of rows that the graph computes.
-        dims: Batch dimensions of each call; empty if unknown.
+        dims: Batch dimensions of the tensors in each call; empty if unknown.
         is_fixed: Function that returns whether a tensor has a fixed address (static input, state).
         admission: Check of the memory budgets; None if there is no limit.
 
     Attributes:
-        parts: Parts of a replay, in order.
+        parts: Segments and eager calls of a replay, in order.
         graphs: All captured graphs, including those without operations.
     """
 
@@ -149,7 +158,7 @@ class SegmentRecorder:
 
     @contextmanager
     def recording(self, capture: SegmentedCapture) -> Iterator[None]:
-        """Split the step run in a ``with`` block into segments, and end the last one on exit."""
+        """Split the step in a ``with`` block into segments, and end the last segment on exit."""
         self._num_modes = _num_modes()
         try:
             with use_breaker(self):
@@ -163,7 +172,8 @@ class SegmentRecorder:
         """End the segment, call a function, and begin the next one.
 
         Raises:
-            CaptureError: A replay could not repeat the call, or a graph could not read its results.
+            CaptureError: A replay could not repeat the call, or later segments could not read the
+                results of the call.
         """
         capture = self._capture
         if self._is_inside or capture is None:
@@ -174,7 +184,7 @@ class SegmentRecorder:
                 "as torch.device or a dispatch mode. A replay would make the call outside the "
                 "mode. Enter the mode inside the eager function.",
             )
-        return self._call(capture, fn, args, kwargs, line)
+        return self._call(capture, fn, args, kwargs, line, _CONVERT_RESULT)
 
     def call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """End the segment, call an operator, and begin the next one.
@@ -186,13 +196,14 @@ class SegmentRecorder:
         capture, line = self._capture, line_of_call()
         if self._is_inside or capture is None:
             return func(*args, **kwargs)
-        value = self._call(capture, func, args, kwargs, line)
+        value = self._call(capture, func, args, kwargs, line, _CONVERT_OPERATOR)
         if any(
             leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)
         ):
             raise CaptureError(
                 f"{func} at {line} returns {value!r:.40}, which would be built into later "
-                "segments. Put the call and the code that reads the value into one @eager_region.",
+                "segments. Put the call and the code that reads the value into one function "
+                "decorated with @eager_region.",
                 reason="host_sync",
             )
         return value
@@ -213,7 +224,7 @@ class SegmentRecorder:
         if self._capture is not None and not self._is_inside:
             raise CaptureError(
                 f"The block `with eager_region():` at {line} cannot be run again in a replay. Put "
-                "its code into a function under @eager_region, or split the step with "
+                "its code into a function decorated with @eager_region, or split the step with "
                 "split_module.",
             )
 
@@ -241,6 +252,7 @@ class SegmentRecorder:
         args: Any,
         kwargs: Any,
         line: str,
+        next_step: str,
     ) -> Any:
         self._end(capture)
         dims = self._dims[self._num_calls] if self._num_calls < len(self._dims) else None
@@ -250,7 +262,8 @@ class SegmentRecorder:
         given = _tensors(args, kwargs)
         known = () if dims is None else zip(given, dims.given, dims.written, strict=False)
         before = [
-            # Writes of operators count even if they leave the contents equal (zeros over zeros).
+            # A write by an operator counts even if it leaves the contents unchanged (zeros over
+            # zeros). Other writes are found by comparing with a copy.
             (tensor, dim, None if is_written else tensor.clone())
             for tensor, dim, is_written in known
             if dim is not None and not self._is_fixed(tensor)
@@ -269,7 +282,7 @@ class SegmentRecorder:
         arguments = StorageSet(given)
         leaves, structure = flatten(value)
         stored = [
-            self._store_result(number, leaf, arguments, dims, line)
+            self._store_result(number, leaf, arguments, dims, line, next_step)
             for number, leaf in enumerate(leaves)
         ]
         results = tuple(
@@ -294,11 +307,11 @@ class SegmentRecorder:
         return structure.build([one.value for one in stored])
 
     def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor for use in replays, even outside inference mode.
+        """Return an alias of a tensor that replays can use, even outside inference mode.
 
-        The alias does not keep memory of segments alive, so that graphs of all sizes can reuse it.
-        This is safe, because a replay writes the memory before a call reads it, and nothing else
-        runs in between. The alias keeps all other memory alive.
+        The alias does not keep memory of segments alive, so that graphs of all sizes can reuse this
+        memory. This is safe, because a replay writes the memory before a call reads it, and nothing
+        else runs in between. The alias keeps all other memory alive.
         """
         lane = self._lane
         if (
@@ -314,15 +327,21 @@ class SegmentRecorder:
             return weak_tensor(tensor)
 
     def _store_result(
-        self, number: int, leaf: Any, arguments: StorageSet, dims: CallShapes | None, line: str
+        self,
+        number: int,
+        leaf: Any,
+        arguments: StorageSet,
+        dims: CallShapes | None,
+        line: str,
+        next_step: str,
     ) -> Result:
-        """Return the ``Result`` for one value of a call, copied to fixed memory if necessary."""
+        """Return the ``Result`` for one returned value, copied to fixed memory if necessary."""
         if not isinstance(leaf, torch.Tensor):
             return Result(leaf)
         if leaf.device != self._device or leaf.layout is not torch.strided:
             raise CaptureError(
                 f"The eager call at {line} must return strided tensors on {self._device}, got a "
-                f"{leaf.layout} tensor on {leaf.device}. Convert the tensor inside the function.",
+                f"{leaf.layout} tensor on {leaf.device}. {next_step}",
             )
         if leaf in arguments or self._is_fixed(leaf):
             return Result(plain_tensor(leaf), stride=leaf.stride())
@@ -419,7 +438,7 @@ def _batch_dim(one: Any, two: Any, size: int, other: int) -> int | None:
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Replace the tensors in a value, or return the value itself if no tensor changes.
 
-    Returning the same dictionary or list preserves changes that a caller makes between steps.
+    Changes that a caller makes to a dictionary or list between steps then remain visible.
     """
     leaves, spec = tree_flatten(value)
     made = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

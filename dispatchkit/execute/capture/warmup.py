@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dispatchkit.execute.io.axes import AxisCut, AxisInputs
 
 # An identifier shared by keys that differ only in size. The keys of a family share one watched
-# warmup and one output layout.
+# warmup and the measured output layouts.
 Family = tuple[Any, ...]
 
 
@@ -65,8 +65,9 @@ class Warmups:
         state: Declared state of the step. Its tensors are saved before warmups and restored
             afterward.
         slots: State of sessions, or None. Dummy rows do not change this state.
-        state_limit_bytes: Maximum number of bytes of undeclared state to save.
-        output_batch_dims: Declared batch dimensions of the outputs.
+        state_limit_bytes: Maximum number of bytes of undeclared state to save around warmups, and
+            of all state and scratch to save around runs on real rows.
+        output_batch_dims: Declared batch dimensions of the outputs; ``DERIVED`` to measure them.
         warmups: Number of eager runs before each capture. The first run of each family is watched,
             and runs functions wrapped in torch.compile uncompiled. If the step calls compiled
             functions, at least one more run follows, unless the backend watches all captures.
@@ -110,7 +111,7 @@ class Warmups:
         self.slots, self._banks = slots, StorageSet(() if slots is None else slots.tensors)
         # The checked Python state, and whether it contains a tensor created in inference mode.
         self._has_inference: tuple[object, bool] | None = None
-        self._written = StorageSet()  # undeclared writes of all watched warmups
+        self._written = StorageSet()  # storages with undeclared writes
         self._scratch = StorageSet(state.scratch)
         self._state_limit = state_limit_bytes
         self._batch_dims = output_batch_dims
@@ -121,7 +122,8 @@ class Warmups:
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
-        # Families whose writes are all known, for rows of fill (False) or of a call (True).
+        # Families whose writes are all known, with fill values (False) or with the integers of a
+        # call (True) as inputs.
         self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
@@ -226,7 +228,7 @@ class Warmups:
         return snapshot
 
     def state(self) -> dict[str, tuple[torch.UntypedStorage, torch.dtype]]:
-        """Return the storages that the step is known to change, with dtypes, by name."""
+        """Return the storages except scratch that the step may change, with dtypes, by name."""
         scratch = {storage._cdata for storage in self._scratch}
         return {
             f"{what} {number}": (storage, dtype)
@@ -236,7 +238,7 @@ class Warmups:
         }
 
     def views(self, key: GraphKey, num_rows: int) -> dict[str, Any]:
-        """Return the step's arguments by name: first rows of static inputs, and axis buckets."""
+        """Return the step's arguments by name: rows of static inputs, row count, axis buckets."""
         lane = self._lane
         tensors, axes = lane.buffers_of(key).views(num_rows), key.descriptor.axes
         views: dict[str, Any]
@@ -274,7 +276,7 @@ class Warmups:
 
         Returns:
             The cuts of the key. For an eager step, the cuts shared by all captured keys with the
-            same values of exact axes. None if the keys have no cuts or disagree.
+            same values of exact axes. None if the cuts were not measured, or if the keys disagree.
         """
         if self._axes is None:
             return ()
@@ -363,7 +365,8 @@ class Warmups:
             key: Key to capture.
             outputs: Outputs of the step at the key's size.
             other_sizes: Function that returns further sizes that the step can run at.
-            seen: A different number of rows, and the outputs of the step for it, if available.
+            seen: A different number of rows, and the outputs of the step with that many rows, if
+                available.
         """
         if not self._warmups:
             return None
@@ -397,7 +400,8 @@ class Warmups:
     def accepts_any_number(self, key: GraphKey) -> bool:
         """Return whether the step of a key is known to accept any floating-point values.
 
-        On a device, an invalid index or a probability above 1 ends the process.
+        On a GPU, an invalid index or a probability above 1 triggers a device-side assert, after
+        which the process can no longer use the GPU.
         """
         return self._takes_any.get(family_of(key), False)
 
@@ -434,7 +438,7 @@ class Warmups:
     def contents_watched_once(
         self, key: GraphKey, snapshot: Snapshot, *, is_varied: bool = False
     ) -> Iterator[None]:
-        """Watch contents like ``contents_watched``, but only the first time in each family.
+        """Watch contents like ``contents_watched``, but only once per family and ``is_varied``.
 
         Args:
             key: Key that runs in the block.
@@ -443,7 +447,7 @@ class Warmups:
                 fill values do not cause.
 
         Raises:
-            CaptureError: The step wrote a tensor that is too large to be restored.
+            CaptureError: The step wrote to a tensor that is too large to be restored.
         """
         name = family_of(key), is_varied
         if name in self._watched:
@@ -455,14 +459,14 @@ class Warmups:
 
     @contextmanager
     def contents_watched(self, key: GraphKey, snapshot: Snapshot) -> Iterator[None]:
-        """Detect writes in the block that no schema declares, and add them to the snapshot.
+        """Detect writes that operator schemas do not declare, and save what they change.
 
         Args:
             key: Key that runs in the block.
             snapshot: Snapshot that receives the written storages.
 
         Raises:
-            CaptureError: The step wrote a tensor that is too large to be restored.
+            CaptureError: The step wrote to a tensor that is too large to be restored.
         """
         own = StorageSet(self._lane.buffers_of(key).tensors)
         if self._lane.row_count is not None:
@@ -478,9 +482,11 @@ class Warmups:
         if lost:
             raise CaptureError(
                 f"The step writes to an undeclared {lost[0].dtype} tensor of shape "
-                f"{tuple(lost[0].shape)}, which is too large to be restored. The schema of the "
-                "operation does not declare the write. Declare the tensor with state=[tensor], or "
-                "increase state_limit_bytes.",
+                f"{tuple(lost[0].shape)} ({lost[0].untyped_storage().nbytes()} bytes), and the "
+                "schema of the operation does not declare the write. The tensor cannot be restored "
+                f"after warmups, because at most {self._state_limit} bytes of the tensors that the "
+                "step reaches are copied. Declare the tensor with state=[tensor], or increase "
+                "state_limit_bytes.",
                 reason="undeclared_state",
             )
 
@@ -491,7 +497,7 @@ class Warmups:
                 self._written.add(tensor)
 
     def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
-        """Yield the tensors that the step reaches, except those that it is known to write."""
+        """Yield the tensors that the step reaches, except inputs and those known to be written."""
         for entry in self.effects.state().values_read():
             value = entry.before
             if isinstance(value, torch.Tensor) and is_dense(value):
@@ -534,8 +540,8 @@ class Warmups:
             outputs = self._shapes(views)
         except Exception as error:
             raise CaptureError(
-                f"The step raised an error in a run with {counted(other, 'row')} that measures its "
-                "outputs. Fix the step, or declare output_batch_dims to skip this run. Cause: "
+                f"The step raised an error when it was run with {counted(other, 'row')} to measure "
+                "its outputs. Fix the step, or declare output_batch_dims to skip this run. Cause: "
                 f"{type(error).__name__}: {error}",
                 key=str(key),
                 reason="output_layout",
