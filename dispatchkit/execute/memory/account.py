@@ -71,7 +71,7 @@ class MemoryAccount:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that count toward the budget: all lines of the account up to the driver."""
+        """The bytes that the budget limits: pools, outputs, static inputs, workspaces, driver."""
         return (
             self.pool_bytes
             + self.output_bytes

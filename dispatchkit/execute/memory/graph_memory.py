@@ -133,9 +133,9 @@ class GraphMemory:
     def wake(self) -> None:
         """Map memory to the same addresses again after ``sleep``.
 
-        Static inputs on the device are filled with their fill value; rows that the caller wrote to
-        them (see ``runner.buffers``) and outputs are lost. Host inputs in pinned memory and
-        declared state are not affected.
+        Outputs are lost. Static inputs on the device are reset to their fill value, so rows that
+        the caller wrote to them through ``runner.buffers`` are lost too. Host inputs in pinned
+        memory and declared state are not affected.
 
         Raises:
             ReplayError: The device has too little free memory. Pools that could not be mapped stay
