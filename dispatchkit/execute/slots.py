@@ -7,9 +7,10 @@
 
 Callers pass slots. The step receives ``SlotRows`` in their place, to read and write the rows.
 After the rows of the slots, each bank has a *blank* row, which always holds the initial state of a
-session, and a *sink*, which is never read. Padding rows and all dummy rows (of a warmup, capture or
-proof) read the blank row and write to the sink, so these runs need not save the banks. Free slots
-hold the initial state, so a session that joins needs no work on the device.
+session, and a *sink*, which is never read. Padding rows, and the dummy rows of a warmup or capture,
+read the blank row and write to the sink, so a run on dummy rows need not save the banks. The proof
+of rows uses free slots if there are enough of them, and clears them afterwards. Free slots hold the
+initial state, so a session that joins needs no work on the device.
 
 A ``RawBank``, such as a decoder's key-value cache, is addressed by the step itself. It has rows
 only for the slots, and a slot is cleared when a session joins.
@@ -53,8 +54,8 @@ class SlotInput(StaticInput):
 class RawBank(StaticInput):
     """A bank that steps address themselves, with rows only for the slots.
 
-    The sessions of a step are in the first slots, or in the slots of a separate input. Padding rows
-    must not change a session.
+    The sessions of a step are in the first slots, or in the slots that a separate input lists.
+    Padding rows must not change a session.
 
     Attributes:
         positions: Dimension of a session's positions, if each step writes only some positions.
@@ -70,7 +71,7 @@ class RawBank(StaticInput):
 
 @attrs.frozen
 class SlotMove:
-    """A session that was moved to another slot.
+    """The move of a session to another slot.
 
     Attributes:
         session: Session that was moved.
@@ -90,7 +91,8 @@ class Bank:
     """The memory of one kind of state.
 
     Attributes:
-        tensor: All rows: one per slot, the blank row and the sink.
+        tensor: All rows: one per slot, followed by the blank row and the sink unless the bank is a
+            ``RawBank``.
         spec: Declaration of the bank.
     """
 
@@ -122,7 +124,7 @@ class Bank:
         dim = self.spec.positions if isinstance(self.spec, RawBank) else None
         if used is not None and dim is not None:
             dim -= dim > self.dim  # a row has no dimension of slots
-            # In a full ring buffer, all positions are in use.
+            # A ring buffer may have been written more often than it has positions.
             used = min(used, from_row.shape[dim] - 1)
             to_row.narrow(dim, used, from_row.shape[dim] - used).fill_(self.spec.fill_value)
             from_row, to_row = from_row.narrow(dim, 0, used), to_row.narrow(dim, 0, used)
@@ -167,7 +169,8 @@ class SlotRows:
 
     Args:
         state: State that contains the banks.
-        index: Row of the banks to which each row of the step is written (B,): a slot or the sink.
+        index: Index of the bank row to which each row of the step is written (B,): a slot or the
+            sink.
         watch: Watch that checks the step's writes to the rows, or None.
 
     Attributes:
@@ -349,7 +352,7 @@ class SlotState:
     def leave(
         self, *sessions: Hashable, used: Mapping[Hashable, int] | None = None
     ) -> list[SlotMove]:
-        """Free and clear the slots of sessions.
+        """Free the slots of sessions and clear them; slots of raw banks are cleared in ``join``.
 
         Args:
             sessions: Sessions that leave.
@@ -366,9 +369,7 @@ class SlotState:
         for session, number in (used or {}).items():
             if whole_number(number) is None or number < 0:
                 hint = "Pass the number of positions that the session uses, or omit the session."
-                raise DescriptorError(
-                    f"used[{session!r}]", number, "an integer of at least 0", hint
-                )
+                raise DescriptorError(f"used[{session!r}]", number, "a nonnegative integer", hint)
         with self._changed:
             slots = self.slots_of(sessions)
             if len(set(slots)) < len(slots):
@@ -382,7 +383,7 @@ class SlotState:
             return moves
 
     def move(self, session: Hashable, slot: int) -> SlotMove:
-        """Move a session to a free slot, and clear its old slot; return the move.
+        """Move a session to a free slot, and free its old slot; return the move.
 
         Raises:
             DescriptorError: The session has no slot, the slot is not free, or sessions are compact.
@@ -429,15 +430,18 @@ class SlotState:
         Raises:
             DescriptorError: A session has no slot or is not hashable.
         """
+        session, slots = None, []
         try:
-            return [self._slots[session] for session in sessions]
+            for session in sessions:
+                slots.append(self._slots[session])
+            return slots
         except TypeError:
             if isinstance(sessions, Iterable):
-                raise _unhashable(sessions) from None
-            hint = "Pass a single session as slots_of([session])."
-            raise DescriptorError("sessions", sessions, "a list of sessions", hint) from None
-        except KeyError as error:
-            session = error.args[0]
+                raise _unhashable(session) from None
+            raise _not_a_list(sessions) from None
+        except KeyError:
+            if isinstance(sessions, str):  # a single session, iterated by character
+                raise _not_a_list(sessions) from None
             hint = "Call join(session) first."
             raise DescriptorError(
                 "session",
@@ -776,6 +780,11 @@ class SavedRows:
             bank.put(self.index, rows)
 
 
+def _not_a_list(sessions: Any) -> DescriptorError:
+    hint = "Pass a single session as slots_of([session])."
+    return DescriptorError("sessions", sessions, "a list of sessions", hint)
+
+
 def _unhashable(session: Any) -> DescriptorError:
     hint = "Identify the session by a number or a string."
     return DescriptorError("session", session, "a hashable value", hint)
@@ -808,7 +817,7 @@ def _check_banks(banks: Any) -> None:
         raise ConfigError(
             "banks",
             banks,
-            "a dictionary of StaticInput by name",
+            "a dictionary of StaticInputs by name, with at least one bank",
             "Declare one bank per kind of state, such as "
             '{"hidden": StaticInput((None, 128), "float32")}.',
         )
@@ -834,13 +843,12 @@ def _check_raw_bank(name: str, spec: RawBank) -> None:
     allowed = [one for one, size in enumerate(spec.shape) if size is not None]
     if dim is not None and dim not in allowed:
         hint = "Pass the dimension of positions, or omit it if steps change whole rows."
-        raise ConfigError(
-            f"banks[{name!r}].positions", dim, f"one of the dimensions {allowed}", hint
-        )
+        dims = f"one of the dimensions {allowed}" if allowed else "None, because rows are scalars"
+        raise ConfigError(f"banks[{name!r}].positions", dim, dims, hint)
     if spec.is_read_only and dim is not None:
         raise ConfigError(
             f"banks[{name!r}].positions",
             dim,
             "None for a read-only bank",
-            "Omit positions, or is_read_only=True if steps write to the bank.",
+            "Omit positions or, if steps write to the bank, omit is_read_only.",
         )

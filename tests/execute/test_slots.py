@@ -186,6 +186,10 @@ def test_sessions_say_what_is_wrong_with_them():
         DescriptorError, match=r"sessions must be a list of sessions, got 3\. Pass a single"
     ):
         state.slots_of(3)
+    with pytest.raises(DescriptorError, match=r"must be a list of sessions, got 'caller 7'"):
+        state.slots_of("caller 7")
+    with pytest.raises(DescriptorError, match=r"session must be a hashable value, got \[1\]\."):
+        state.slots_of(one for one in ("a", [1]))
     with pytest.raises(DescriptorError, match=r"slot must be a free slot from 0 to 1, got \[1\]"):
         state.move("a", [1])
     with pytest.raises(DescriptorError, match="bank must be one of: total, got 'sum'"):
@@ -241,7 +245,7 @@ def test_moves_of_raw_banks_copy_positions_in_use_and_clear_the_rest():
         tensor.fill_(number + 5)
     for number in (-1, 0.5, None):
         with pytest.raises(
-            DescriptorError, match=r"used\['d'\] must be an integer of at least 0, got"
+            DescriptorError, match=r"used\['d'\] must be a nonnegative integer, got"
         ):
             state.leave("a", used={"d": number})
     moves = state.leave("a", "c", used={"d": 2, "b": 9})
@@ -723,7 +727,7 @@ def test_a_replay_that_fails_is_not_run_again_eager():
 
 
 def test_bad_declarations_are_refused():
-    with pytest.raises(ConfigError, match="banks must be a dictionary of StaticInput by name"):
+    with pytest.raises(ConfigError, match="banks must be a dictionary of StaticInputs by name"):
         SlotState({}, 4)
     with pytest.raises(ConfigError, match=r"banks\['h'\] must be a StaticInput on the device"):
         SlotState({"h": StaticInput((3,), "float32")}, 4)
