@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import ConfigError, counted
 from dispatchkit.execute.executor import Executor
 from dispatchkit.keys.batch import GraphKey
@@ -42,7 +43,7 @@ def format_runner(executors: Sequence[Executor]) -> str:
         entry = first.registry.get(key)
         if entry is None:  # removed by a concurrent swap
             continue
-        state = _state(executors, key) + ("" if first.registry.is_enabled(key) else ", disabled")
+        state = _state(executors, key) + ("" if first.registry.is_enabled(key) else " (disabled)")
         misses = _misses(executors, key)
         rows.append(
             (
@@ -69,28 +70,33 @@ def format_runner(executors: Sequence[Executor]) -> str:
 
 
 def _state(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Return the state of a key, with lane numbers if lanes differ."""
+    """Return the state of a key, with the lanes in each state if lanes differ."""
     lanes: dict[str, list[str]] = {}
     for index, member in enumerate(executors):
         entry = member.registry.get(key)
-        # Graphs registered with controls.register() are only on the first lane.
-        state = "unknown" if entry is None else str(entry.state)
+        # A key declared by controls.register() is only on the first lane.
+        state = "not declared" if entry is None else str(entry.state)
         lanes.setdefault(state, []).append(str(index))
     if len(lanes) == 1:
         return next(iter(lanes))
-    return ", ".join(f"{state} on {' '.join(where)}" for state, where in lanes.items())
+    return "; ".join(
+        f"{state} on lane{'s' * (len(where) > 1)} {', '.join(where)}"
+        for state, where in lanes.items()
+    )
 
 
 def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Describe the batches that a graph cannot serve; if there are none, its segments."""
+    """Describe which batches a graph serves if it is limited, otherwise its segments."""
     for member in executors:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:
             rows = counted(key.num_tokens, "row")
-            return f"replays only batches of {rows}, {step.rows.reason}: {step.rows.finding}"
+            return f"replays only batches of {rows} ({step.rows.reason}: {step.rows.finding})"
         if step is not None and step.rows.min_rows > 1:
             return (
-                f"replays only batches of at least {step.rows.min_rows} rows: smaller ones differ"
+                f"replays only batches of at least {step.rows.min_rows} rows "
+                f"({Reason.ROWS_NOT_THE_BUCKET}: with fewer rows, an output does not have one row "
+                "per row of the batch)"
             )
         if step is not None and step.rows.coupling:
             return f"cannot serve part of a split batch: {step.rows.coupling}"
@@ -105,7 +111,7 @@ def _misses(executors: Sequence[Executor], key: GraphKey | None) -> Counter[str]
 
 @contextmanager
 def progress_display(progress: bool | Show) -> Iterator[Show | None]:
-    """Provide the progress display of a capture: a function, a bar, lines or None.
+    """Provide the progress display of a capture: the given function, a bar, lines or None.
 
     Raises:
         ConfigError: ``progress`` is neither a flag nor a function.
@@ -113,7 +119,7 @@ def progress_display(progress: bool | Show) -> Iterator[Show | None]:
     if callable(progress):
         yield progress
     elif not is_flag(progress):
-        raise ConfigError("progress", progress, "True, False or a function")
+        raise ConfigError("progress", progress, "True, False or a function of (done, total, key)")
     elif not progress:
         yield None
     elif sys.stderr.isatty():
@@ -129,8 +135,8 @@ def _describe(key: GraphKey | None) -> str:
 def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
     filled = _BAR_WIDTH * done // total if total else _BAR_WIDTH
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
-    # The carriage return overwrites the previous line; the padding erases its end.
     end = "\n" if key is None else ""
+    # The carriage return overwrites the previous line; the padding erases its end.
     sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_describe(key):<24}{end}")
     sys.stderr.flush()
 

@@ -598,7 +598,7 @@ def test_keys_are_captured_on_their_assigned_lanes(make_lanes):
     for x in batches(16):
         torch.testing.assert_close(runner.submit(x).result(), network(x))
     assert runner.stats().steps_by_mode["NONE"] == 0
-    assert "captured on 0, declared on 1" in str(runner)
+    assert "captured on lane 0; declared on lane 1" in str(runner)
 
 
 def test_costs_are_those_of_the_capture(make_lanes):
@@ -694,4 +694,4 @@ def test_a_runner_of_several_lanes_shows_a_graph_that_was_registered_on_one(back
     key = GraphKey(RuntimeMode.FULL, BatchDescriptor(6, uniform=True))
     graph = SimpleNamespace(replay=lambda: None)
     runner.controls.register(key, graph, inputs={"x": torch.zeros(6)}, outputs=torch.zeros(6))
-    assert "captured on 0, unknown on 1" in str(runner)
+    assert "captured on lane 0; not declared on lane 1" in str(runner)

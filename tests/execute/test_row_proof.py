@@ -195,7 +195,7 @@ def test_fewer_rows_than_an_output_has_run_eager():
     with pytest.warns(EagerStepWarning, match="rows_not_the_bucket"):
         full, eager = run(runner, step, floats, rows=(3, 1, 4))
     assert (full, eager) == (2, {"rows_not_the_bucket": 1})
-    assert "replays only batches of at least 3 rows" in str(runner)
+    assert "replays only batches of at least 3 rows (rows_not_the_bucket: with fewer" in str(runner)
 
 
 @pytest.mark.parametrize("name", ["mean", "attention", "divided by rows"])
@@ -484,7 +484,7 @@ def test_the_finding_is_shown_before_a_step_and_in_the_report():
     assert "Capture the exact sizes" in explained.note
     assert runner.explain(4).decision.key is not None
     found = "rows_depend: output 0 of a batch of 3 rows depends on the padding rows"
-    assert f"replays only batches of 8 rows, {found}" in str(runner)
+    assert f"replays only batches of 8 rows ({found})" in str(runner)
 
 
 def test_a_lazy_runner_captures_no_more_graphs_that_padding_would_spoil():

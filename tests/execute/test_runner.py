@@ -176,6 +176,19 @@ def test_strict_runner_raises_before_the_step_runs(make_runner):
     ran.assert_not_called()
 
 
+def test_a_runner_made_strict_by_a_freeze_says_how_to_relax_it(make_runner):
+    """The options cannot be changed any more, and may never have been strict."""
+    runner = make_runner(lambda tokens: tokens, options=RunnerOptions(strict=True))
+    with pytest.raises(NoGraphError, match=r"eager, set RunnerOptions\(strict=False\)\."):
+        runner(torch.arange(4))
+    runner.freeze(strict=True)
+    with pytest.raises(NoGraphError, match=r"eager, call freeze\(strict=False\)\."):
+        runner(torch.arange(4))
+    runner.freeze(strict=False)
+    with pytest.warns(EagerStepWarning):
+        runner(torch.arange(4))
+
+
 def test_eager_only_by_request_is_no_downgrade(make_runner, model):
     """A ceiling of NONE is requested, so it is counted but neither warned of nor refused."""
     runner = make_runner(model, TWO, options=RunnerOptions(strict=True))

@@ -210,7 +210,7 @@ def test_output_that_cannot_be_cut_serves_full_buckets_with_the_way_out(make_run
         same(runner(torch.arange(3)), step(torch.arange(3)))
     same(runner(torch.arange(4)), step(torch.arange(4)))
     assert runner.stats().eager_by_reason == {"rows_not_the_bucket": 1}
-    assert "replays only batches of 4 rows, rows_not_the_bucket: output 0 has no batch dim" in str(
+    assert "replays only batches of 4 rows (rows_not_the_bucket: output 0 has no batch dim" in str(
         runner
     )
 
@@ -862,7 +862,7 @@ def test_padded_draws_are_said(make_runner, how):
     padded.capture()
     assert "for padding rows too" in str(padded.explain(3))
     assert not padded.explain(4).note
-    with pytest.warns(PaddedDrawsWarning, match="first padded step had 3 tokens, in FULL tokens=4"):
+    with pytest.warns(PaddedDrawsWarning, match="first such step had 3 tokens and was padded to 4"):
         padded(x)
     drawn(padded)  # warned once
 

@@ -293,7 +293,7 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
             "policy_options must be a dict",
         ),
         (lambda: runner.swap(policy=3), "policy must be an object with the methods declare"),
-        (lambda: runner.capture(progress=3), "progress must be True, False or a function, got 3"),
+        (lambda: runner.capture(progress=3), "progress must be True, False or a function of"),
         (lambda: runner.capture(again="x"), "again must be True or False"),
         (lambda: runner.freeze(strict="x"), "strict must be True or False"),
         (lambda: runner.invalidate(3), "reason must be a non-empty string"),

@@ -3,8 +3,8 @@
 Padding rows may write to a sink that no row of a batch uses, and eager does not write there. The
 sink need not be declared: it consists of the elements that only padding has changed. If padding
 changes an element that rows of a batch have also changed, the fill value of an input points to
-state in use. Changes in unchecked steps are not recorded: steps that a ``check`` above 1 or
-``"first"`` skips, and steps of other runners.
+state in use. Changes made by other runners and by replays that are not compared are not recorded.
+Eager steps are recorded only if every replay is compared (``check=1``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from dispatchkit.errors import counted
 from dispatchkit.execute.step.state import Snapshot, typed
 
 #: The storages that a step changes, by name, with their dtype.
@@ -49,7 +50,7 @@ class _Differences:
 
 
 class StateCheck:
-    """A comparison of the state after a replay with the state after the same step in eager.
+    """A comparison of the state after a replay with the state after an eager run of the same step.
 
     State of dtypes that torch cannot compare (quantized, bits, four-bit floats) is skipped.
 
@@ -94,15 +95,16 @@ class StateCheck:
             wrong = self._compare(name, replayed[name], want, old, is_padded=is_padded)
             if wrong.number:
                 got, eager = (comparable(one[wrong.first]).item() for one in (replayed[name], want))
+                where = "differ, the first" if wrong.number > 1 else "differs,"
                 found.append(
-                    f"{wrong.number} of {want.numel()} elements of {name} "
-                    f"differ{'s' * (wrong.number == 1)}, the first at {wrong.first}: {got} "
-                    f"in the replay, {eager} in eager."
+                    f"{wrong.number} of {counted(want.numel(), 'element')} of {name} {where} at "
+                    f"index {wrong.first}: {got} in the replay, {eager} in eager."
                 )
-                if not wrong.is_any_by_rows:
+                if is_padded and not wrong.is_any_by_rows:
                     found.append(
-                        "Padding rows changed state that rows of a batch use. Choose fill values "
-                        "that refer to elements that no batch uses."
+                        "The rows of this batch do not change these elements in eager, so padding "
+                        "rows probably changed them. Choose fill values that refer to elements "
+                        "that no batch uses."
                     )
         return " ".join(found)
 
@@ -128,8 +130,9 @@ class StateCheck:
         if len(set(sizes)) == 1:
             return ""
         return (
-            f"{name} was resized. Its numbers of elements: {sizes[0]} when last compared, "
-            f"{sizes[1]} before the step, {sizes[2]} after the replay, {sizes[3]} after eager."
+            f"{name} was resized. It had {counted(sizes[0], 'element')} when last compared, "
+            f"{sizes[1]:,} before the step, {sizes[2]:,} after the replay and {sizes[3]:,} after "
+            "the eager run."
         )
 
     def _compare(

@@ -31,6 +31,10 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 
+_MAKE_CALLS_ALIKE = (
+    "In every call, return the same structure, types, shapes, strides, Python values and existing "
+    "tensors as in the capture, or move more of the step into the eager call."
+)
 _ABOUT_PADDING = (
     " If rows depend on each other, padding changes the result: declare fill values, use "
     "row_count, or capture the exact sizes."
@@ -57,7 +61,7 @@ class EagerRunner:
     Attributes:
         strict: Whether a downgrade to eager raises; may be changed while serving.
         exact: The only decision that the current step may run under; None allows any.
-        num_runs: Number of steps that ran eager.
+        num_runs: Number of eager runs, including those of check mode.
     """
 
     def __init__(
@@ -85,8 +89,9 @@ class EagerRunner:
     def is_plain(self) -> bool:
         """Return whether an eager run only calls the step under ``torch.no_grad()``.
 
-        This is the case if no input is copied to the device, no changes to state must be ordered
-        between streams, results are not compared, and eager steps are allowed.
+        This is not the case for a strict runner, in check mode, or if the call needs other work:
+        copying host inputs, cutting inputs along axes, filling ``row_count``, ordering changes to
+        state between streams, or enabling gradients.
         """
         return (
             self._axes is None
@@ -176,9 +181,11 @@ class EagerRunner:
         then = self._next_step(reason, missed)
         have = f"Nearest captured keys: {', '.join(nearest) or 'none'}. {then}"
         if self.strict:
+            is_frozen = self._lifecycle.is_frozen
+            relax = "call freeze(strict=False)" if is_frozen else "set RunnerOptions(strict=False)"
             raise NoGraphError(
-                f"A step of {what} has no graph to run: {reason}. {have} "
-                "Set strict=False in the options to run these steps eager.",
+                f"A step of {what} has no graph to run: {reason}. {have} To run these steps eager, "
+                f"{relax}.",
                 reason=reason,
                 nearest=nearest,
             )
@@ -190,13 +197,13 @@ class EagerRunner:
         )
 
     def _is_under_way(self, reason: str, missed: GraphKey | None) -> bool:
-        """Return whether the step's graph is being captured in the background."""
+        """Return whether a background capture will capture the step's graph."""
         if reason != Reason.NOT_CAPTURED or missed is None:
             return False
         return self._lifecycle.is_under_way(missed)
 
     def _next_step(self, reason: str, missed: GraphKey | None) -> str:
-        """Return advice about a downgrade, with details of a failed key."""
+        """Return the next step for a downgrade; for a refused or failed capture, its error."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
         if (what == reason and reason in REFUSED_CAPTURES) or (
@@ -204,16 +211,17 @@ class EagerRunner:
         ):
             return found
         if what == REPLACED and reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
-            return f"{found} differs from the capture. {NEXT_STEPS[reason]}"
+            return f"Replaced since the capture: {found}. {NEXT_STEPS[reason]}"
         return self._lifecycle.next_step(reason)
 
     def warn_of_padded_draws(self, key: GraphKey, num_tokens: int) -> None:
         """Warn once that a step that draws random numbers is padded."""
         if self._once.first(PADDED_DRAWS):
             warn_at_call(
-                f"{PADDED_DRAWS} The first padded step had {counted(num_tokens, 'token')}, in "
-                f"{key}. If different numbers matter, capture the exact sizes, or draw outside the "
-                "step. Warned once; runner.explain() reports this for a batch.",
+                f"{PADDED_DRAWS} The first such step had {counted(num_tokens, 'token')} and was "
+                f"padded to {counted(key.num_tokens, 'token')}. If different numbers matter, "
+                "capture the exact sizes, or draw outside the step. Warned once; runner.explain(n) "
+                "shows whether a batch of n tokens is affected.",
                 PaddedDrawsWarning,
             )
 
@@ -226,7 +234,8 @@ class EagerRunner:
         if self.exact is not None:
             raise ReplayError(
                 f"A step cannot run as decided ({self.exact.key or 'eager'}): {why}. Several ranks "
-                "share the decision, so this rank must not run the step in a different way."
+                "share the decision, so this rank must not run the step in a different way. Fix "
+                "the cause, capture missing graphs on all ranks, and decide the step again."
             )
 
     def replaced(self, step: CapturedKey) -> str:
@@ -276,29 +285,29 @@ class EagerRunner:
             raise ReplayError(
                 f"A replay of {step.key} stopped at {different.line}: {different.problem}. The "
                 "step has changed part of its state, so it was not run again. Restore the state "
-                "before the next step."
+                f"before the next step. {_MAKE_CALLS_ALIKE}"
             ) from different
         if self._once.first(different.line):
             warn_at_call(
                 f"The eager call at {different.line} returned a different result than in the "
-                f"capture ({different.problem}), so a step of {counted(num_tokens, 'token')} ran "
-                "eager. Return the same shapes, types and strides every time, or move more of the "
-                "step into the eager call. Warned once for each line; "
+                f"capture ({different.problem}), so no graph can run this step of "
+                f"{counted(num_tokens, 'token')}. {_MAKE_CALLS_ALIKE} Warned once for each line; "
                 "runner.stats().differing_calls counts these calls.",
                 EagerStepWarning,
             )
         return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)
 
     def check_failed(self, step: CapturedKey, difference: str, result: Any, num_tokens: int) -> Any:
-        """Disable a graph that differed from eager; return the eager result."""
+        """Disable a graph that failed its check; return the eager result."""
         self._lifecycle.graphs.fail_step(step, f"{Reason.CHECK_FAILED}: {difference}")
         count = self._counters.of_eager(Reason.CHECK_FAILED, step.key)
         count.steps += 1
         count.tokens += num_tokens
+        found = difference if difference.endswith(".") else f"{difference}."
         warn_at_call(
-            f"Replay of {step.key} differed from eager for {counted(num_tokens, 'token')}, and "
-            f"the graph is no longer used: {difference} A graph keeps the Python values and "
-            "addresses of its capture; call invalidate() after you replace a value or tensor."
+            f"A check of a step of {counted(num_tokens, 'token')} failed, and the graph of "
+            f"{step.key} is no longer used: {found} A graph keeps the Python values and addresses "
+            "of its capture; call invalidate() after you replace a value or tensor."
             + _ABOUT_PADDING
             * (num_tokens < step.key.num_tokens),
             CheckWarning,
@@ -331,7 +340,7 @@ class EagerRunner:
         if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
             return self._step(given)
         if handle != lane.handle:
-            lane.switch(handle)  # replays change the same state, and captures restore it
+            lane.switch(handle)  # replays change the same state, and captures save and restore it
         if chain is None or chain.disjoint_state:
             return self._step(given)
         stream = chain.begin(lane)
