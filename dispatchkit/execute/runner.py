@@ -46,12 +46,14 @@ def _remake(spec: RunnerSpec) -> GraphRunner:
 
 
 class GraphRunner:
-    """A step that runs through captured graphs, padded to a capture size, or eager.
+    """A runner that replays captured graphs of a step, or runs the step eager.
 
     A call returns the same results as the step itself. All steps run under ``torch.no_grad()``,
-    including eager steps, because graphs do not support gradients. A padded step that draws random
-    numbers also draws for padding rows (see docs/how-to/steps.md). Python side effects of the step,
-    such as appends, attribute writes and prints, happen in warmups and captures, not in replays.
+    including eager steps, because graphs do not support gradients. The exception is a step that is
+    found to need gradients: it always runs eager, in the caller's grad mode. A padded step that
+    draws random numbers also draws for padding rows (see docs/how-to/steps.md). Output that the
+    step prints appears in warmups and captures, not in replays. A step that changes Python state,
+    such as an attribute or a list, runs eager if the change is detected.
 
     Args:
         step: A function of the named inputs, a module, or a list of ``graph_piece(fn)`` and
@@ -60,8 +62,9 @@ class GraphRunner:
             pass slots, and the step receives their rows.
         example: One tensor per input, instead of ``inputs``.
         sizes: Capture sizes in tokens, by default derived from ``max_num_tokens``.
-        max_num_tokens: Largest batch in tokens.
-        mode: Runtime modes of decode and mixed batches.
+        max_num_tokens: Largest batch in tokens; a larger batch raises DescriptorError. If omitted,
+            batches above the largest capture size run eager.
+        mode: Runtime modes of decode and mixed batches, as a ``CUDAGraphMode`` or its name.
         axes: Axes in addition to the batch, such as a sequence length; each call passes their
             values by name.
         policy: Name of a policy, or an object. By default, the policy that a plugin selects for the
@@ -71,12 +74,13 @@ class GraphRunner:
         outputs: ``owned`` returns new tensors from each call. ``view`` returns results that are
             valid until the runner's next call or, for submitted steps, until the lane's next step.
         state: Tensors that the step changes, such as a KV cache, or a ``StepState`` with tensors,
-            scratch tensors and generators. The state is restored after warmups.
+            scratch tensors and generators. Warmups change scratch tensors; all other state is
+            restored.
         lazy: Whether to capture a key when a call first needs it.
         lanes: Number of lanes for ``submit``: streams with separate buffers, graphs, tables and
             budgets. ``Lanes(4, policy)`` also sets a lane policy, and ``Lanes(memory=memory)`` sets
             a ``GraphMemory`` that several runners share.
-        options: All other settings.
+        options: All other settings, as ``RunnerOptions``.
 
     Attributes:
         backend: The backend on which steps run.
@@ -84,14 +88,16 @@ class GraphRunner:
         controls: Operations on graphs, such as capture, freeze and evict.
         lanes: The lanes; each is an executor with its own dispatcher, graphs and counters.
         taps: The recorder, listener and watcher of steps.
-        decisions: Steps that are decided first and run later; used by ranks.
+        decisions: Steps that are decided first and run later, so that ranks can agree.
         swapper: Swaps of the policy, configuration or limits while steps run.
 
     Raises:
         ConfigError: A setting is invalid, or two settings contradict each other.
         UnknownNameError: No policy, backend, mode or dtype has the given name.
+        BackendUnavailableError: The backend cannot run here.
+        PolicyError: The policy raised or returned an invalid value when it was tried.
 
-    Thread safety: any thread may call the runner; steps run one at a time.
+    Thread safety: any thread may call the runner; calls run one at a time.
     """
 
     @refuses_moved
@@ -130,8 +136,8 @@ class GraphRunner:
             options=options,
         )
         if isinstance(step, GraphRunner):
-            hint = "Pass the step of that runner."
-            raise ConfigError("step", step, "a function or a list of pieces", hint)
+            hint = "Pass the step of that runner: runner.spec.step."
+            raise ConfigError("step", step, "a function, a module or a list of pieces", hint)
         check_lanes(spec)
         work = make_workload(spec)
         executors = make_executors(work)
@@ -165,15 +171,19 @@ class GraphRunner:
         ceiling: int = 2,
         **inputs: Any,
     ) -> Any:
-        """Run a step exactly once, even if a replay fails.
+        """Run a step: replay a graph, or run eager.
+
+        The step takes effect only once. If a replay fails before it can have changed state, the
+        step runs eager.
 
         Args:
             args: Inputs in the order of their declaration.
             inputs: Inputs and values of axes, by name.
             num_reqs: Number of requests in the batch; 0 if unknown.
             uniform: True for a uniform decode batch, in which every request is past its prompt and
-                has exactly ``query_len`` tokens. False for a mixed batch. A batch with a chunk of a
-                prompt is mixed, even if the prompt ends with this chunk.
+                has exactly ``query_len`` tokens; with several query lengths, the 1-based index of
+                the length. False for a mixed batch. A batch with a chunk of a prompt is mixed, even
+                if the prompt ends with this chunk.
             loras: Number of active adapters.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
 
@@ -181,11 +191,13 @@ class GraphRunner:
             The results of the step.
 
         Raises:
-            InputError: An input is missing or unknown, or has the wrong type, device or shape.
-            DescriptorError: A property of the batch is invalid or above its limit.
+            InputError: An input is missing or unknown, or has the wrong dtype, device or shape.
+            DescriptorError: A property of the batch is invalid or above its limit, or a slot is not
+                that of a session.
             NoGraphError: No graph can run, and an eager step is not allowed or is a downgrade in a
                 strict runner.
             ReplayError: A replay failed and may have changed state.
+            PolicyError: The runner is strict, and the policy raised or returned an invalid value.
         """
         tensors = self._bind(args, inputs)
         if self._is_special:
@@ -226,7 +238,8 @@ class GraphRunner:
         value if an earlier step used them. Arguments, results and errors are those of a call.
 
         Raises:
-            InputError: No graph serves the batch, and the batch is larger than the buffers.
+            InputError: The runner has axes; or no graph serves the batch, and the batch is larger
+                than the buffers.
         """
         executor, stream = self._executor, self._current_stream_handle()
         if stream and self._is_capturing():
@@ -265,7 +278,7 @@ class GraphRunner:
 
         Args:
             args: Inputs in the order of their declaration.
-            inputs: Inputs by name.
+            inputs: Inputs and values of axes, by name.
             num_reqs: As in a call.
             uniform: As in a call.
             loras: As in a call.
@@ -277,10 +290,10 @@ class GraphRunner:
             The future of the step.
 
         Raises:
-            InputError: As in a call.
+            InputError, DescriptorError, NoGraphError: As in a call.
             ReplayError: As in a call, or the current stream is capturing.
-            PolicyError: The runner is strict, and the lane policy raised or returned an invalid
-                lane.
+            PolicyError: As in a call, or the runner is strict, and the lane policy raised or
+                returned an invalid lane.
         """
         return self.lanes.submit(
             *args,
@@ -309,16 +322,16 @@ class GraphRunner:
         Args:
             keys: Keys to capture; by default all declared keys. Each lane captures the keys that
                 the lane policy assigns to it.
-            progress: True for a progress bar on stderr, or a function that is called with ``(done,
-                total, key)``.
-            again: Whether to also retry keys that have failed permanently.
+            progress: True to show progress on stderr, or a function that is called with ``(done,
+                total, key)``, where ``key`` is the next key; None at the end.
+            again: Whether to also retry keys that have failed too often.
 
         Returns:
             The report of captured, failed and skipped keys.
 
         Raises:
-            ConfigError: ``keys`` is not a list of keys.
-            RegistryError: A key is not declared, or the runner is frozen.
+            ConfigError: ``keys`` is not a list of keys, or another argument is invalid.
+            RegistryError: A key is not declared, the runner is frozen, or its memory is asleep.
         """
         return self.controls.capture(keys, progress=progress, again=again)
 
@@ -394,9 +407,9 @@ class GraphRunner:
 
         The explanation is for the first lane and the modes of this thread (such as autocast),
         because a graph serves only the modes of its capture. The explanation cannot predict
-        failures that occur only when the step runs, such as a failed replay. Measured times of
-        steps with this decision are included if the policy requested measurements and ``drain`` has
-        read them.
+        failures that occur only when the step runs, such as a failed replay. It includes the times
+        of earlier steps with this decision if the policy requested measurements. Call ``drain``
+        first to read the latest times.
 
         Args:
             num_tokens: Number of tokens in the batch.
@@ -436,7 +449,7 @@ class GraphRunner:
 
     @property
     def config(self) -> DispatchConfig:
-        """The sizes, limits and modes in force; the mode may be a downgrade."""
+        """The sizes, limits and modes in force; the requested mode may have been downgraded."""
         return self._executor.dispatcher.config
 
     @property
@@ -462,11 +475,12 @@ class GraphRunner:
         eviction: str | None = None,
         ahead: bool | None = None,
     ) -> SwapReport:
-        """Swap policy, configuration or limits while other threads run steps.
+        """Swap the policy, configuration or limits while other threads run steps.
 
         Every step runs exactly once. Steps that have begun use the old settings; later steps use
-        the new settings. Graphs that both settings need are kept. While new graphs are captured,
-        the old and new graphs together must fit the larger of the old and new limits.
+        the new settings. Graphs that both the old and the new settings need are kept. While new
+        graphs are captured, old and new graphs together must fit the larger of the old and new
+        limits.
 
         Args:
             policy: Name of a policy, or an object that no runner uses; by default a copy of the
@@ -480,7 +494,8 @@ class GraphRunner:
             mode: Runtime modes of decode and mixed batches.
             max_graphs: Largest number of live graphs; None for no limit.
             max_bytes: Largest size of graph memory in bytes; None for no limit.
-            eviction: ``lru`` or ``benefit``.
+            eviction: Graph to evict first: the least recently used (``lru``), or the graph with the
+                fewest replays relative to its size (``benefit``).
             ahead: Whether to capture new graphs before the swap; by default True unless the runner
                 is lazy. If False, a lazy runner captures a new graph when a step needs it. In other
                 runners, these steps run eager until ``capture()`` is called.
@@ -491,8 +506,8 @@ class GraphRunner:
         Raises:
             SwapError: A new graph could not be captured or exceeds a budget. After any error, the
                 old settings stay in force.
-            ConfigError: A setting is invalid, nothing changes, or a size is larger than the static
-                inputs.
+            ConfigError: A setting is invalid, no setting changes, a size is larger than the static
+                inputs, or the runner has several lanes.
             UnknownNameError: No policy has the given name.
             PolicyError: The policy raised or returned an invalid value when it was tried.
             RegistryError: The runner is frozen, and new graphs are needed.
@@ -540,5 +555,5 @@ class GraphRunner:
     def __repr__(self) -> str:
         return (
             f"<GraphRunner {self.dispatcher.policy_name} on {self.backend.name}, "
-            f"{self._executor.lifecycle.num_graphs()} of {len(self.registry)} keys captured>"
+            f"{len(self._executor.lifecycle.live())} of {len(self.registry)} keys captured>"
         )

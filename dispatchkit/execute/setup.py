@@ -41,7 +41,8 @@ class RunnerSpec:
         inputs: Static inputs by name, at most one of them a ``SlotState``; None if ``example`` is
             given.
         example: One tensor for each input; None if ``inputs`` are given.
-        policy: A name or an object, with or without its plugins; None if plugins select the policy.
+        policy: A name or an object, with or without its plugins; None for the policy that a plugin
+            selects for the configuration, or else the default policy.
         backend: A name or an object.
         outputs: ``owned`` or ``view``.
         state: The state that the step changes.
@@ -187,7 +188,7 @@ def check_names(spec: RunnerSpec) -> None:
 
     Raises:
         UnknownNameError: No plugin provides the policy or backend.
-        ConfigError: An object is not a backend.
+        ConfigError: The given object is not a backend.
     """
     policy, backend, plugins = spec.named_policy, spec.backend, spec.plugins
     is_of_plugin = isinstance(backend, str) and not _is_built_in(backend)
@@ -216,13 +217,13 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
     there = changed_settings(config)
     for name, value in given.items():
         if name in there:
-            hint = f"options.config also has {name}={there[name]!r}."
+            hint = f"options.config also has {name}={there[name]!r}; remove one of the two."
             raise ConfigError(name, value, "given in only one place", hint)
     return attrs.evolve(config, **given) if given else config
 
 
 def requested_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
-    """Return the requested mode; by default FULL if the step is not split."""
+    """Return the requested mode; by default FULL if every piece can be captured for any batch."""
     if config.is_mode_given:
         return config.mode
     is_whole = all(
@@ -260,7 +261,7 @@ def check_slot_state(
         name: Name of the input with slots.
         state: The state to check.
         device: Device on which steps run.
-        options: Options of the runner, which may split batches.
+        options: Options of the runner, which state whether batches may be split.
 
     Raises:
         ConfigError: The state has ``RawBank`` banks, is on a different device, or is compact
@@ -352,7 +353,7 @@ def make_policy(
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError("policy_options", options, "a dictionary of options by name")
     if options and not isinstance(policy, str):
-        hint = "Set the options of a policy object when you create it."
+        hint = "Pass policy='NAME', or set the options of a policy object when you create it."
         raise ConfigError("policy_options", options, "given only with a policy name", hint)
     if policy is not None and not isinstance(policy, str):
         return policy, "", plugins

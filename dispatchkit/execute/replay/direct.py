@@ -25,7 +25,7 @@ def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, A
         return "may draw random numbers"
     launches = features_of(backend).direct_launches
     if launches is None:
-        return "the backend has no direct launch"
+        return "the backend does not support direct launches"
     return launches.direct_launch(graph) or "the backend cannot launch this graph directly"
 
 

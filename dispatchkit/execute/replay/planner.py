@@ -42,8 +42,8 @@ class Planner:
     """Creates plans for the decisions in the dispatcher's table.
 
     Args:
-        dispatcher: Dispatcher. The reference is weak, because the dispatcher's table holds the
-            plans.
+        dispatcher: Dispatcher. The reference is weak, because the dispatcher calls ``plan`` and
+            therefore holds the planner.
         lifecycle: Life cycle of the lane's graphs, which captures and proves them on demand.
         lane: Lane that the steps run on.
         eager: Runner of eager steps.
@@ -133,7 +133,7 @@ class Planner:
         return str(step.refusal(num_tokens))
 
     def obstacle(self, decision: Decision, num_tokens: int) -> str:
-        """Return why a step would run eager now although a graph was chosen; empty if it replays.
+        """Return why a step would run eager now although a graph was chosen; empty if it would not.
 
         The answer is based on the modes of this thread and on the values that Python code would
         read now. The step does not run.
@@ -160,7 +160,7 @@ class Planner:
         Args:
             decision: Decision of the dispatcher.
             num_tokens: Number of tokens in the batch.
-            missed: Smallest key that could have served the batch, or None.
+            missed: First key that could have served the batch, or None.
         """
         if reason := self.obstacle(decision, num_tokens):
             return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=reason, parts=())
@@ -244,11 +244,11 @@ class Planner:
         return "" if is_alike else str(Reason.OUTPUTS_NOT_JOINED)
 
     def specific_reason(self, reason: str, missed: GraphKey | None = None) -> str:
-        """Return the dispatcher's reason, or a more specific reason if one is known.
+        """Return a reason of the dispatcher, or a more specific reason if one is known.
 
         Args:
-            reason: Reason of an eager decision.
-            missed: Smallest key that could have served the batch, or None.
+            reason: Reason of a decision.
+            missed: First key that could have served the batch, or None.
         """
         dispatcher = self._dispatcher()
         is_less = dispatcher is not None and dispatcher.config.mode is not self.requested_mode
@@ -275,7 +275,7 @@ class Planner:
         )
 
     def _missed(self, batch: Batch) -> list[GraphKey]:
-        """Return the keys that could have served a batch, smallest first."""
+        """Return the keys that could have served a batch: FULL first, smallest first per mode."""
         dispatcher = self._dispatcher()
         if dispatcher is None:
             return []

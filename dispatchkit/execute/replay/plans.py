@@ -54,7 +54,7 @@ class EagerPlan:
         num_tokens: Number of rows in each batch of the cell.
         reason: Reason to count for each step.
         count: Counter of the plan's steps.
-        missed: Key of the smallest graph that could have served the step, if any.
+        missed: First key that could have served the step, or None.
         retry: A failed or stale key that may be captured again, or None.
         timer: Timer, if the decision requests measurements.
 
@@ -174,7 +174,7 @@ class LazyPlan:
 
 
 class OpenPlan:
-    """A plan that proves with a call's integers that padding does not change rows.
+    """A plan that uses the integers of calls to prove that padding does not change rows.
 
     Args:
         plan: Plan that replays the graph.
@@ -195,11 +195,11 @@ class OpenPlan:
         self._lifecycle, self._num_tokens = lifecycle, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Run the proof with this call and return ``AGAIN``, or replay."""
+        """Continue the proof with this call; return ``AGAIN`` if it ends, otherwise replay."""
         step, lane = self._step, self._step.lane
         if step.released:
             return AGAIN
-        # A trial on one rank would run collectives without the other ranks.
+        # A proof on one rank would run collectives without the other ranks.
         if step.rows.open_calls and self.eager.exact is None:
             with inputs_kept(lane, tensors, self._num_tokens) as sample:
                 is_found = sample is not None and self._lifecycle.prove_rows(step, sample)
@@ -361,7 +361,7 @@ class GraphPlan:
         self._launch = launch
 
     def _choose_result(self, leaves: list[Any]) -> None:
-        """Cache the result if all calls may return the same object; otherwise cache its builder."""
+        """Cache the result if all calls may return it, or the function that clones one tensor."""
         structure = self.step.layout.structure
         if self._is_owned and any(self.step.clones):
             if structure.is_leaf:
@@ -385,7 +385,7 @@ class GraphPlan:
         finally:  # a failed launch may have queued some of the work
             if chain is not None:
                 chain.end(stream)
-        if not step.leaves:  # outputs of a graph must not outlive it
+        if not step.leaves:  # the last piece is eager; outputs of a graph must not outlive it
             self._padded = padded
         if self._may_go_direct:
             self._choose_launch()
@@ -412,10 +412,10 @@ class GraphPlan:
 
 
 class ValuesPlan:
-    """A plan for padded steps of a graph that returns Python values.
+    """A plan for padded steps that return Python values.
 
-    A replay runs no Python code, so these values are measured before the first replay at each
-    number of rows.
+    A replay runs no Python code, so the values are measured before the first replay at each number
+    of rows.
 
     Args:
         plan: Plan that replays the graph.
@@ -443,7 +443,7 @@ class ValuesPlan:
 class TimedPlan:
     """A plan that replays a captured step and measures it when due.
 
-    Steps that are not due cost one more comparison than steps that are never timed.
+    A step that is not due costs one more call and comparison than a step that is never timed.
 
     Args:
         plan: Plan that replays the graph.
@@ -483,7 +483,7 @@ class TimedPlan:
 
 
 class AxisPlan:
-    """A plan for runners with axes that cuts the results to the axis values.
+    """A plan that cuts the results of a runner with axes to the sizes of the call.
 
     Args:
         plan: Plan that replays the graph.

@@ -1,4 +1,4 @@
-"""Plans of split batches, whose rows several graphs compute.
+"""Plans of split batches, whose rows are computed by several graphs.
 
 The parts run in order on the caller's stream, each with its own plan, and one ``cat`` per output
 joins their results in new memory. The graphs of a lane write to the same memory, so the results of
@@ -31,7 +31,7 @@ from dispatchkit.registry import GraphRegistry, KeyState
 
 @attrs.frozen(eq=False)
 class RowsOfBatch:
-    """The rows of a batch that one part serves.
+    """The rows of a batch that belong to one part.
 
     Attributes:
         key: Key of the graph that serves the rows.
@@ -111,7 +111,8 @@ class SplitPlan:
             readable: As returned by the check of the inputs.
 
         Raises:
-            InputError: The step is an in-place step, but has axes or is larger than the buffers.
+            InputError: The step is an in-place step, but the runner has axes, or the batch is
+                larger than the buffers.
         """
         parts, lane = self._parts, self._lane
         if any(part.step.released for part in parts):
@@ -130,11 +131,11 @@ class SplitPlan:
         return self._run(tensors, stream, readable)
 
     def _run_open_proofs(self, tensors: Any) -> bool:
-        """Run open proofs with the integers of a call; return whether any proof ended.
+        """Continue open proofs with the integers of a call; return whether any proof ended.
 
-        Proofs run before the first part, because refusing a graph later would end the step.
+        Proofs run before the first part, because a step that has begun cannot be decided again.
         """
-        # A trial on one rank would run collectives without the other ranks.
+        # A proof on one rank would run collectives without the other ranks.
         if self.eager.exact is not None:
             return False
         found = False
@@ -275,7 +276,7 @@ class LazySplitPlan:
                 if found and not reason:
                     reason, missed = found, rows.key
         if not reason and (left := self._without_graph()):
-            # A capture failed or evicted the graph of another part, and would do so in each step.
+            # A capture failed or evicted the graph of another part. It would do so in each step.
             reason, missed = Reason.EVICTED, left[0].key
         if not reason:
             return AGAIN
@@ -297,7 +298,7 @@ def in_place(inputs: InputSet | AxisInputs, lane: Lane, num_tokens: int) -> Sequ
     Copies are needed because the parts of a split batch overwrite the buffers.
 
     Raises:
-        InputError: The step has axes, or is larger than the buffers.
+        InputError: The runner has axes, or the batch is larger than the buffers.
     """
     if isinstance(inputs, AxisInputs):
         raise in_place_error(inputs.names)

@@ -30,10 +30,11 @@ class StepSlots:
         self._index = inputs.names.index(name)
 
     def check(self, tensors: Sequence[Any] | None, num_tokens: int) -> None:
-        """Validate that a step's slots belong to distinct sessions.
+        """Check that a step's slots belong to distinct sessions.
 
         Raises:
-            DescriptorError: A slot is free, out of range, or given twice.
+            DescriptorError: A slot is free, out of range or passed twice; or sessions are compact
+                and the step does not use the first slots, in order.
         """
         self._state.check_slots(self._read(tensors, num_tokens), self._name)
 
@@ -44,7 +45,7 @@ class StepSlots:
         return SavedRows(self._state, own.to(self._state.device))
 
     def _read(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Return the slots of a step as an array (B,); reading a device tensor waits for it."""
+        """Return the slots of a step as an array (B,); reading a device tensor waits."""
         if tensors is not None:
             slots = tensors[self._index]
         else:
@@ -74,7 +75,7 @@ class SlotPlan:
         """Validate the slots, and run the plan.
 
         Raises:
-            DescriptorError: A slot is free, out of range, or given twice.
+            DescriptorError: The slots are invalid (see ``StepSlots.check``).
         """
         self._slots.check(tensors, self._num_tokens)
         return self._plan.run(tensors, stream, readable)

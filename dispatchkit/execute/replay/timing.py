@@ -32,11 +32,12 @@ SAMPLE_EVERY = 16
 #: device. It is below 1 because the device does not always wait for the host.
 HOST_SHARE = 0.9
 
-# Number of measured times kept for each graph and each size of eager steps, for explanations.
+# Number of measured times kept for each graph and each size of eager steps, separately for idle and
+# busy streams. They are used in explanations.
 KEPT_TIMES = 64
 
-# Number of submission times kept for each graph and for eager steps. They exclude submissions that
-# may have waited for the device.
+# Number of submission times kept for each graph and for eager steps. Submissions that may have
+# waited for the device are excluded.
 KEPT_SUBMITS = 16
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class Measurement:
 
 
 class Timings:
-    """The measurements of a runner, and the times read from them.
+    """The measurements of a lane's steps, and the times read from them.
 
     Args:
         backend: Backend that creates the events. Without device timing, times are host times.
@@ -89,8 +90,7 @@ class Timings:
             not one-shot.
 
     Attributes:
-        due: Tick of the lane. The first step at or after this tick is measured if its decision is
-            timed.
+        due: Tick of the lane from which the next step with a timed decision is measured.
         is_held: Whether outcomes are held back after a step, because learning would delay the next
             step.
     """
@@ -153,7 +153,7 @@ class Timings:
     def finish(self, measurement: Measurement) -> None:
         """Mark the end of a step, and pass on outcomes of finished steps.
 
-        At that moment the device still has work, so learning is least likely to leave it idle.
+        At that moment the device usually still has work, so learning is unlikely to leave it idle.
         """
         measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
         measurement.was_ahead = measurement.queued and not measurement.start.query()
@@ -165,7 +165,7 @@ class Timings:
         try:
             self.drain()
         except PolicyError as fault:
-            self._fault = fault  # raised by the next step, because this step must return
+            self._fault = fault  # raised by the next measured step; this step must return
 
     def fail(self, measurement: Measurement) -> None:
         """Record that a step failed or did not run as decided."""
@@ -173,7 +173,7 @@ class Timings:
         try:
             self._pass_on(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
         except PolicyError as fault:
-            self._fault = fault  # raised by the next step, because this step has ended
+            self._fault = fault  # raised by the next measured step; this step has ended
 
     def drain(self, *, wait: bool = False) -> int:
         """Pass on the outcomes of finished steps, oldest first.

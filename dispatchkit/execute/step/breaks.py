@@ -78,7 +78,10 @@ def _breaker() -> Breaker | None:
 
 
 def graph_break() -> None:
-    """End the current graph here and begin the next one, without an eager call."""
+    """End the current graph here and begin the next one, without an eager call.
+
+    In FULL and in eager runs, this function does nothing.
+    """
     breaker = _breaker()
     if breaker is None:
         torch.ops.dispatchkit.graph_break()
@@ -101,8 +104,8 @@ def eager_region(fn: Any = None) -> Any:
 
     - To mark a function, use the decorator ``@eager_region`` or ``eager_region(fn)(...)``. Each
       replay calls the function with the arguments of the capture, whose tensors then contain the
-      values of the current step. The results must have the same shapes, dtypes and strides as in
-      the capture; otherwise the step runs eager.
+      values of the current step. The results must have the same structure, shapes, dtypes, strides
+      and Python values as in the capture; otherwise the step runs eager.
     - To mark a block, use ``with eager_region():``. ``split_module`` and the ``torch.compile``
       backend support blocks. A capture without tracing rejects blocks, because a replay cannot run
       them again.

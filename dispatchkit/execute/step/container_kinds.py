@@ -34,7 +34,7 @@ MISSING: Final = object()
 """Marker for a missing entry."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-#: Attributes that every module has besides its members, including hooks.
+#: Attributes that torch sets on every module, such as the dictionaries of hooks and parameters.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
@@ -85,7 +85,7 @@ def dotted(path: str, key: Any) -> str:
 
 
 def _indexed(path: str, key: Any) -> str:
-    # A tensor as a key, as in the state of an optimizer, would be copied from its device.
+    # repr() would copy a tensor from its device; the state of an optimizer has tensors as keys.
     shown = type(key).__name__ if isinstance(key, torch.Tensor) else repr(key)
     return f"{path}[{shown:.40}]"
 
@@ -193,7 +193,7 @@ class Globals:
     Attributes:
         values: All globals of the module.
         names: Names in the code of the function.
-        is_imported: Whether the function reaches the module by a name, rather than defined in it.
+        is_imported: Whether the function refers to the module by name, and is not defined in it.
     """
 
     values: dict[str, Any]
@@ -319,7 +319,7 @@ def _get_attribute(target: Any, name: str) -> Any:
 
 @attrs.frozen
 class _LazyMap:
-    """An iterable that maps a function over its arguments anew in each iteration."""
+    """An iterable that calls ``map`` each time it is iterated."""
 
     get: Callable[..., Any]
     arguments: tuple[Iterable[Any], ...]
@@ -343,7 +343,7 @@ def _read_public(target: dict[str, Any]) -> dict[str, Any]:
 
 
 def mapping(target: Any) -> Any:
-    """Return the builtin class whose methods read a dictionary in its order of keys."""
+    """Return the class whose methods read a dictionary in the order of its keys."""
     return OrderedDict if isinstance(target, OrderedDict) else dict
 
 
@@ -388,7 +388,7 @@ SEQUENCE = Kind(_read_sequence, _set_at, _indexed, get=_get_at, views=_views_of_
 TUPLE = Kind(_read_sequence, None, _indexed, views=lambda _: ((),))
 SLOTS = Kind(read_slots, _set_attribute, dotted, get=_get_attribute)
 CLASS = Kind(_read_class, _set_on_class, dotted, get=_get_attribute, views=_views_of_class)
-#: Methods of a class, which other code may replace; the walk follows their code separately.
+#: Methods of a class, which other code may replace. ``PythonState`` follows their code separately.
 METHODS = Kind(_read_methods, _set_on_class, dotted, is_entered=False, views=_views_of_class)
 CELL = Kind(
     _read_cell,
@@ -405,7 +405,7 @@ GLOBALS = Kind(
 )
 #: The memory of a tensor, which ``.data = ...``, ``set_`` and ``resize_`` replace.
 DATA = Kind(lambda one: {"data": one.detach()}, _write_data, dotted, is_entered=False)
-#: An array of numpy with Python objects.
+#: A numpy array of Python objects.
 OBJECTS = Kind(
     lambda one: dict(enumerate(one.flat)),
     lambda one, index, value: operator.setitem(one.flat, index, value),
@@ -484,7 +484,7 @@ def _iterator(one: Any) -> Any:
 
     The ``repr`` of ``count`` and ``repeat`` contains their position. The position of other
     ``itertools`` objects follows from the iterators and values that they refer to. Internal
-    counters are not accessible, so the position of a ``cycle`` after its first pass, or of an
+    counters are not accessible, so an advance of a ``cycle`` after its first pass, or of an
     ``islice`` between two items, is not detected.
     """
     if isinstance(one, types.GeneratorType):
@@ -519,7 +519,7 @@ def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
 def _is_iterator(value: Any) -> bool:
     """Return whether a value is an iterator that is not written in Python by the user.
 
-    Iterators of the user are recorded by their attributes. Files are not recorded.
+    For the user's own iterators, attributes are recorded instead. Files are not recorded.
     """
     if not isinstance(value, Iterator) or isinstance(value, io.IOBase):
         return False
@@ -528,7 +528,7 @@ def _is_iterator(value: Any) -> bool:
     return not is_python or is_library_module(advance.__module__)
 
 
-#: Classes of libraries that are written in Python, and their attributes with state.
+#: Library classes written in Python, and the attributes that hold their state.
 _WRAPPERS: tuple[tuple[type, str], ...] = (
     (UserDict, "data"),
     (UserList, "data"),

@@ -26,7 +26,7 @@ class Guard:
         device_type: Device type whose autocast state is read.
         modules: Modules of the step, whose training flags and weight addresses are read. One weight
             represents all weights of a module, because ``.to()`` moves them together. Changes to a
-            single submodule are detected only in check mode.
+            single submodule are detected by ``ValueWatch``, possibly many replays later.
 
     Attributes:
         modules: Modules added so far.
@@ -64,7 +64,7 @@ class Guard:
 def address_reader(module: torch.nn.Module) -> Callable[[], int]:
     """Return a function that reads the address of a tensor in a module.
 
-    Every move or conversion of the module replaces this tensor.
+    Every move or conversion of the module changes this address.
     """
     tensors = [*module.parameters(), *module.buffers()]
     tensors = [one for one in tensors if one.layout is torch.strided]

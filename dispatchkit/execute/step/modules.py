@@ -16,9 +16,9 @@ from dispatchkit.execute.step.code_names import codes_of, functions_of
 def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a callable refers to, including the callable itself.
 
-    The search includes the callable itself, the owner of a method, its closure, its globals, and
-    arguments bound by ``partial``. It also includes attributes of these objects that the code
-    names, one level deep. For example, it finds ``model`` in ``lambda x: model(x)`` and in
+    The search covers the owner of a method, closures, the globals that the code names, and
+    arguments bound by ``partial``. It also covers attributes of these objects that the code names,
+    one level deep. For example, it finds ``model`` in ``lambda x: model(x)`` and in
     ``self.model(x)``. Modules in lists, or in functions that the callable calls, are not found.
     """
     found: dict[int, torch.nn.Module] = {}
