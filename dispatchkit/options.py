@@ -1,7 +1,7 @@
 """Runner settings: frozen records of plain values.
 
-The repr of a record is the call that creates it. Records can be compared and pickled, and are
-changed with ``attrs.evolve``. Objects are passed elsewhere: tensors and generators in
+The repr of a record is the call that creates it. Records can be compared and pickled;
+``attrs.evolve`` returns a changed copy. Objects are passed elsewhere: tensors and generators in
 ``StepState``, policies and backends as arguments of ``GraphRunner``, lane policy objects in
 ``Lanes``, and plugins with the policy (``plugins.with_policy()``).
 """
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 #: The eviction orders, by name.
 EVICTIONS: Final = ("benefit", "lru")
-#: Value of ``check``: compare the first replay and the first padded replay of each graph.
+#: Value of ``check``: compare the first and the first padded replay of each graph with eager.
 FIRST: Final = "first"
 #: Value of ``output_batch_dims``: derive it from runs at two sizes.
 DERIVED: Final = "derived"
@@ -63,7 +63,8 @@ def _text(value: Any, name: str) -> str:
 
 def _eviction(value: Any, name: str) -> str:
     if value not in EVICTIONS:
-        raise UnknownNameError(name, str(value), EVICTIONS)
+        hint = "Pass a function to runner.controls.set_eviction." if callable(value) else ""
+        raise UnknownNameError(name, value, EVICTIONS, hint)
     return str(value)
 
 
@@ -90,7 +91,7 @@ def _device(value: Any) -> str | None:
     # torch.
     if value is None or isinstance(value, str) or type(value).__name__ == "device":
         return None if value is None else str(value)
-    raise ConfigError("device", value, "a torch device, such as 'cuda:0'")
+    raise ConfigError("device", value, "a torch device such as 'cuda:0', or None")
 
 
 def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
@@ -107,7 +108,8 @@ class CaptureOptions:
 
     Attributes:
         warmups: Number of eager runs before each capture.
-        capture_after: Number of times that a key must be requested before it is captured lazily.
+        capture_after: Number of steps that request a key until it is captured lazily, counting the
+            step that captures it.
         state_limit_bytes: Maximum bytes of undeclared state to save and restore around warmups.
         prove_rows: Prove for each graph that padding does not change the rows of a batch. If the
             proof fails, batches that do not fill the graph run eager. Set to False only if you are
@@ -130,14 +132,16 @@ class CaptureOptions:
 @refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class MemoryOptions:
-    """Memory limits, which are never exceeded, even while one graph replaces another.
+    """Limits on the graphs of each lane.
+
+    Graphs are evicted to make room for a new graph. A graph that still exceeds a limit is not kept.
 
     Attributes:
         max_graphs: Maximum number of live graphs; None for no limit.
         max_bytes: Maximum bytes of the graphs' pool and outputs; None for no limit.
         eviction: Graph to evict first: the least recently used (``lru``), or the graph with
-            the fewest replays relative to its size (``benefit``). For a custom function, call
-            ``runner.controls.set_eviction``.
+            the fewest replays relative to its size in tokens (``benefit``). For a custom function,
+            call ``runner.controls.set_eviction``.
     """
 
     max_graphs: int | None = setting(
@@ -162,12 +166,12 @@ class BufferOptions:
 
     Attributes:
         row_count: Name of a 0-d int64 input on the device, which the runner fills with the number
-            of rows without padding.
+            of rows without padding; None if the step needs no such input.
         buffer_rows: Minimum number of rows in static inputs, so that a later swap can use larger
             sizes; by default the rows of the largest size.
         output_batch_dims: Index of each output's batch dimension, or None for outputs without one.
             Give one value for all outputs, or a nested structure that matches the outputs.
-            ``derived`` compares the outputs of runs at two sizes.
+            ``derived`` finds the dimensions by comparing the outputs of runs at two sizes.
         share_outputs: Whether graphs copy their outputs to memory that all graphs share. False
             avoids the copy, but each graph then keeps its own output memory.
     """
@@ -207,13 +211,13 @@ class RunnerOptions:
     """Settings of a ``GraphRunner`` other than its own arguments.
 
     Attributes:
-        config: Sizes, limits and modes that are not arguments of the runner, such as
-            ``DispatchConfig(max_num_seqs=64)``.
+        config: Sizes, limits and modes, such as ``DispatchConfig(max_num_seqs=64)``. A value may
+            not be given both here and as an argument of the runner.
         policy_options: Keyword arguments for the function that creates a policy given by name.
-        device: Device of the input tensors, such as ``cuda:1``.
+        device: Device of the input tensors, such as ``cuda:1``; by default that of the backend.
         strict: Whether a downgrade to eager raises.
-        check: Compare every Nth replay with eager, for tests and debugging (slow); 0 or None:
-            never. ``first``: compare the first replay and the first padded replay of each graph.
+        check: Replays to compare with eager, for tests and debugging (slow). N: every Nth replay;
+            0 or None: none; ``first``: the first replay and the first padded replay of each graph.
             Steps are not timed while checks are on.
         sample_every: Time only every Nth step of a timed decision. Steps with a one-shot decision
             are always timed.
@@ -243,7 +247,9 @@ class RunnerOptions:
     check: int | str | None = setting(
         None,
         or_none(_check),
-        SettingInfo("Compare every Nth replay with eager; 0: never.", "off"),
+        SettingInfo(
+            "Compare every Nth replay with eager; 0: none; first: the first of each graph.", "off"
+        ),
     )
     sample_every: int = setting(
         16,
@@ -326,7 +332,7 @@ _MOVED = {*_GROUP_OF, *_STATE, *_RENAMED, "plugins"} - _KEPT
 
 
 def refuse_moved(arguments: Mapping[str, Any]) -> None:
-    """Reject keyword arguments of a runner that belong in its options.
+    """Reject keyword arguments of a runner that belong inside other arguments.
 
     Raises:
         ConfigError: A keyword argument belongs elsewhere. The message shows the arguments to write
@@ -342,13 +348,13 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
     hints = [
         f"Call: {called}" if called else "",
         f"Write: {written}" if written else "",
-        f"Omit: {needless} (the default)" if needless else "",
+        f"Omit: {needless} (default)" if needless else "",
     ]
     text = "\n".join(filter(None, hints))
     names = ", ".join(moved)
-    message = f"{names} cannot be passed as an argument of its own; pass it as shown here."
+    message = f"{names} is not a separate argument."
     if len(moved) > 1:
-        message = f"{names} cannot be passed as arguments of their own; pass them as shown here."
+        message = f"{names} are not separate arguments."
     raise ConfigError(names, value, "passed in a different argument", text, message=message)
 
 

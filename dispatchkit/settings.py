@@ -43,7 +43,8 @@ __all__ = ["SETTINGS", "VARIABLES", "Setting", "SettingValue", "Settings", "load
 
 PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
-# Other variables, read by the GPU tests, by sleeping pools, and by dispatchkit-vllm inside vLLM.
+# Variables that are not settings: the path of the TOML file, and variables of the GPU tests, of
+# sleeping pools, and of dispatchkit-vllm inside vLLM.
 _NO_SETTINGS = frozenset(
     {
         FILE_VARIABLE,
@@ -170,7 +171,7 @@ class Setting:
 
     @property
     def derived(self) -> str:
-        """Text that describes the value if the setting is not given."""
+        """Text that describes a derived default; empty if the default is a plain value."""
         return self.about.derived
 
     @property
@@ -423,7 +424,8 @@ def load_settings(
 
     Raises:
         UnknownNameError: A setting does not exist. The message lists the closest names.
-        ConfigError: A value is invalid, or the file cannot be read or is not TOML.
+        ConfigError: A value is invalid, or the file cannot be read, is not TOML, or was named but
+            has no table ``[tool.dispatchkit]``.
     """
     for name, one in (("given", given), ("environ", environ), ("sources", sources)):
         if one is not None and not isinstance(one, Mapping):

@@ -28,7 +28,7 @@ class SegmentStats:
 
 
 class StepCount:
-    """The number of steps of one kind, and the sum of their tokens."""
+    """A number of steps, and the sum of their tokens before padding."""
 
     __slots__ = ("steps", "tokens")
 
@@ -40,7 +40,8 @@ class StepCount:
 class StepCounters:
     """The step counters of a lane, by graph and by reason for running eager.
 
-    An eager step is counted under the smallest graph that could have run its batch, if any.
+    An eager step is counted under the graph that was chosen for its batch, or else under the
+    smallest graph that could have run it, if any.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class StepCounters:
         self.differing_calls: Counter[str] = Counter()
         #: Segments of each key that was captured in segments.
         self.segments: dict[GraphKey, tuple[SegmentStats, ...]] = {}
-        #: Number of steps delayed too long by background captures, by phase of the capture.
+        #: Number of long pauses of steps due to background captures, by phase of the capture.
         self.long_pauses: Counter[str] = Counter()
         self.captures = 0
         self.capture_failures = 0
@@ -59,7 +60,7 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the counter of steps that replay a graph, or one graph per part."""
+        """Return the counter of steps that replay these graphs: one, or one per part."""
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
@@ -84,7 +85,7 @@ class StepCounters:
         return [*self._hits.values(), *self._eager.values()]
 
     def misses(self, key: GraphKey | None) -> dict[str, int]:
-        """Return the number of eager steps that a key could have run, by reason."""
+        """Return the number of eager steps counted under a key, or under None, by reason."""
         return {
             reason: count.steps
             for (reason, missed), count in sorted(
@@ -111,7 +112,7 @@ class StepCounters:
             real += count.tokens
             padded += count.steps * sum(key.num_tokens for key in keys)
         for (given, _), count in self._eager.copy().items():
-            reason = str(given)  # the repr of an enum member is longer
+            reason = str(given)  # an enum member as a dictionary key would print as <Reason...>
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
                 by_reason[reason] = by_reason.get(reason, 0) + count.steps
@@ -143,20 +144,21 @@ class RunnerStats:
     Attributes:
         steps: Number of steps that returned a result.
         steps_by_mode: Number of steps by runtime mode.
-        hits: Number of replays, by key as a string. A split step counts once, under the joined
-            names of its graphs.
-        hit_tokens: Tokens of the replays in ``hits`` before padding, by key as a string.
+        hits: Number of steps that replayed graphs, by key as a string. A split step counts once,
+            under the joined names of its graphs.
+        hit_tokens: Tokens of the steps in ``hits``, before padding, by the same strings.
         eager_by_reason: Number of eager steps by reason.
-        differing_calls: Number of replays that stopped because an eager call between segments
-            returned a different structure than during the capture, by file and line.
+        differing_calls: Number of replays that stopped because the result of an eager call between
+            segments differed from the capture in structure, shapes or Python values, by file and
+            line.
         segments: The segments of each key that was captured in segments, by key as a string.
         real_tokens: Number of tokens (rows) passed by callers.
         padded_tokens: Number of tokens computed, including padding.
-        long_pauses: Number of times a background capture delayed steps for longer than its
-            ``max_pause_us``, by phase of the capture.
+        long_pauses: Number of times that a background capture may have delayed steps for longer
+            than its ``max_pause_us``, by phase of the capture.
         captures: Number of captured graphs.
         capture_failures: Number of failed captures.
-        replay_failures: Number of failed replays; each failed replay marks its key as failed.
+        replay_failures: Number of failed replays; each marks the keys of its graph as failed.
         evictions: Number of evicted graphs.
         failed_steps: Number of steps that raised.
     """

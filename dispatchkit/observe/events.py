@@ -3,12 +3,12 @@
 An observer is any object with methods named after events: ``on_capture(event)`` is called for each
 ``CaptureEvent``, and so on. The event is a frozen record; later versions may add fields.
 
-Events such as captures, evictions and policy swaps are rare, and steps do not use this module. A
-callback runs on the thread where the event occurs, possibly during a step or a capture. Until the
-callback returns, other threads cannot enter the runner. A callback may query the runner, but it
-must not wait for a thread that calls the runner, and must neither queue work on the device nor
-capture. Its return value is ignored. Exceptions are logged with the name of the observer; after
-three consecutive exceptions, the callback is disabled.
+Events such as captures, evictions and policy swaps are rare: a warm step sends none. A callback
+runs on the thread where the event occurs, possibly during a step or a capture. Until the callback
+returns, other threads cannot enter the runner. A callback may query the runner, but it must not
+wait for a thread that calls the runner, and must neither queue work on the device nor capture. Its
+return value is ignored. Exceptions are logged with the name of the observer; after three
+consecutive exceptions, the callback is disabled.
 
 ``Notifier`` has a tuple of callables for each event class. Without subscribers, an event costs one
 dictionary look-up. ``has_subscribers`` lets the caller skip creating the event.
@@ -23,9 +23,11 @@ from typing import Any, ClassVar
 
 import attrs
 
+from dispatchkit.errors import counted
+
 _log = logging.getLogger("dispatchkit.observers")
 
-#: Number of consecutive exceptions after which an observer's callback is disabled.
+#: Default number of consecutive exceptions after which an observer's callback is disabled.
 MAX_FAULTS = 3
 
 
@@ -33,16 +35,16 @@ MAX_FAULTS = 3
 class CaptureEvent:
     """A graph was captured and can be replayed.
 
-    Sent after the capture and before the first replay.
+    Sent after the capture and before the first step that replays the graph.
 
     Attributes:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
         num_tokens: Capture size in tokens.
         lane: Number of the lane that captured the graph.
-        elapsed_us: Host time in microseconds, including the warmup.
-        num_bytes: Growth of the lane's pool in bytes; None if the backend cannot measure it. Graphs
-            of one pool share memory, so this is not the size of the graph.
+        elapsed_us: Host time in microseconds, including the warmup; None if not measured.
+        num_bytes: Growth of the lane's pool and shared outputs in bytes; None if not measured.
+            Graphs of one pool share memory, so this is not the size of the graph.
     """
 
     callback: ClassVar[str] = "on_capture"
@@ -59,8 +61,8 @@ class CaptureEvent:
 class CaptureFailedEvent:
     """A capture failed; the key is marked as failed.
 
-    Its steps run eager until a later capture succeeds. Sent after the stream, generators and memory
-    are restored.
+    Steps do not use the key until a later capture succeeds. Sent after the stream, generators and
+    memory are restored.
 
     Attributes:
         key: The graph key, as text.
@@ -69,7 +71,7 @@ class CaptureFailedEvent:
         lane: Number of the lane that attempted the capture.
         reason: Short reason for counters, such as ``host_sync``, ``out_of_memory`` or ``error``.
         message: The complete error message.
-        elapsed_us: Host time in microseconds until the failure.
+        elapsed_us: Host time in microseconds until the failure; None if not measured.
     """
 
     callback: ClassVar[str] = "on_capture_failed"
@@ -96,8 +98,8 @@ class EvictEvent:
         lane: Number of the lane that had the graph.
         reason: Short reason: ``budget``, ``requested``, ``invalidated``, or ``replaced`` by a graph
             captured outside the runner.
-        num_bytes: Decrease of the lane's pool in bytes; None if the backend cannot measure it.
-            Often 0, because graphs of one pool share memory.
+        num_bytes: Decrease of the lane's pool and shared outputs in bytes; None if not measured, as
+            for ``invalidated``. Often 0, because graphs of one pool share memory.
     """
 
     callback: ClassVar[str] = "on_evict"
@@ -133,8 +135,8 @@ class PolicySwappedEvent:
 class PolicyErrorEvent:
     """A policy raised, returned an invalid value or violated a hard constraint while serving.
 
-    If ``decide`` is at fault, the step runs eager, or raises in strict mode. The event is sent once
-    for each affected table cell, before the step runs. Steps wait for callbacks, so callbacks
+    If ``decide`` is at fault, the step runs eager, or raises in strict mode; the event is then sent
+    before the step, once for each affected table cell. The step waits for the callbacks, so they
     should be fast.
 
     Attributes:
@@ -174,7 +176,7 @@ class Subscription:
         event_type: Class of the events that the callback receives.
         source: Owner of the callback, for log messages.
         last_fault: The last exception of the callback, as text; empty if it has not raised.
-        is_active: False after the callback was disabled.
+        is_active: False once the callback has been disabled.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class Subscription:
         self._faults_in_a_row += 1
         self.last_fault = f"{type(error).__name__}: {error}"
         _log.error(
-            "Observer %s raised on %s; the step and the other observers continue.",
+            "Observer %s raised on %s; the runner and the other observers continue.",
             self.source,
             self.event_type.__name__,
             exc_info=error,
@@ -223,10 +225,10 @@ class Subscription:
         if self._faults_in_a_row >= self._max_faults:
             self.is_active = False
             _log.error(
-                "Observer %s is disabled for %s after %d consecutive exceptions; the last was %s.",
+                "Observer %s is disabled for %s after %s; the last was %s.",
                 self.source,
                 self.event_type.__name__,
-                self._faults_in_a_row,
+                counted(self._faults_in_a_row, "consecutive exception"),
                 self.last_fault,
             )
             if self._on_disabled is not None:
@@ -270,7 +272,7 @@ class Notifier:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription, if it has not been removed before."""
+        """Remove a subscription; a second call has no effect."""
         with self._lock:
             now = self._by_type.get(subscription.event_type, ())
             rest = tuple(one for one in now if one is not subscription)

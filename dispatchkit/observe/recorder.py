@@ -22,8 +22,8 @@ __all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
 DEFAULT_CAPACITY = 1 << 16
 """Default number of steps to keep (3.1 MB)."""
 
-# Time in nanoseconds, tokens, requests, query class, adapters (or variant) and ceiling, before the
-# axes.
+# Fields of a step before the axes: time in nanoseconds, tokens, requests, query class, adapters (or
+# variant) and ceiling.
 _FIELDS = 6
 
 
@@ -70,7 +70,7 @@ class StepRecorder:
         ring[at + 4] = loras
         ring[at + 5] = ceiling
         if self._has_axes:
-            # MAX_COUNT is the largest value in a trace; larger values are outside all buckets.
+            # A trace cannot contain a value above MAX_COUNT.
             for index, value in enumerate(self._config.variants.values(loras), at + _FIELDS):
                 ring[index] = min(value, MAX_COUNT)
         at += self._width
@@ -102,7 +102,8 @@ class StepRecorder:
         """Return the kept steps as a trace, oldest first.
 
         Steps are numbered from the first recorded step. A column that is unknown for any step is
-        omitted: ``num_reqs`` if a call did not pass it, ``max_query_len`` if a batch was mixed.
+        omitted: ``num_reqs`` if a mixed batch was passed without it, ``max_query_len`` if a batch
+        was mixed.
         """
         rows = list(self._rows())
         names = [axis.name for axis in self._config.axes]

@@ -27,7 +27,7 @@ from dispatchkit.observe.trace_files import whole_text
 __all__ = ["Timeline", "span_name"]
 
 DEFAULT_CAPACITY = 1 << 16
-_RARE = "events"  # the row of captures, evictions and policy swaps
+_RARE = "events"  # the row of captures, evictions, policy swaps and errors
 
 
 def span_name(decision: Decision) -> str:
@@ -46,8 +46,8 @@ class Timeline:
         runner.taps.watch_steps(None)
         timeline.save("steps.json")      # open it at ui.perfetto.dev
 
-    To include captures, evictions and policy swaps, attach the timeline to the runner's plugins:
-    ``plugins.notifier.attach(timeline, "timeline")``.
+    To include captures, evictions, policy swaps and policy errors, attach the timeline to the
+    runner's plugins: ``plugins.notifier.attach(timeline, "timeline")``.
 
     Args:
         capacity: Number of spans to keep. Older spans are dropped and counted.
@@ -102,15 +102,15 @@ class Timeline:
         self._add_rare(f"failed capture {event.key}", event.elapsed_us, reason=event.reason)
 
     def on_evict(self, event: EvictEvent) -> None:
-        """Add the event of an eviction."""
+        """Add an eviction."""
         self._add_rare(f"evict {event.key}", None, reason=event.reason)
 
     def on_policy_swapped(self, event: PolicySwappedEvent) -> None:
-        """Add the event of a policy swap."""
+        """Add a policy swap."""
         self._add_rare(f"policy {event.policy}", None, epoch=event.epoch)
 
     def on_policy_error(self, event: PolicyErrorEvent) -> None:
-        """Add the event of a policy error."""
+        """Add a policy error."""
         self._add_rare(f"error of policy {event.policy}", None, reason=event.reason)
 
     # -- output ---------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Timeline:
             "name": name,
             "cat": category,
             "ph": "X",
-            # A capture may begin before the timeline; clamp the capture to the start.
+            # A capture may begin before the timeline; its span then begins at 0.
             "ts": max(0, begin - self._start_ns) / 1e3,
             "dur": (end - max(begin, self._start_ns)) / 1e3,
             "pid": 0,

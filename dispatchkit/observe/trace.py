@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
-from dispatchkit.errors import ConfigError, TraceError, counted, nearest_names
+from dispatchkit.errors import ConfigError, TraceError, counted, did_you_mean
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
     MAX_COUNT,
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 MAX_STEPS = 5_000_000
-"""Maximum number of steps in a trace; protects against files that would exhaust the memory."""
+"""Maximum number of steps to read; protects against files that would exhaust the memory."""
 _RECORD = "Record a trace with `dispatchkit record`."
 
 
@@ -140,12 +140,14 @@ class StepTrace(Sequence[TraceStep]):
         try:
             return self._columns[name]
         except KeyError:
-            near = nearest_names(name, self._columns)
-            guess = f" Did you mean {near[0]!r}?" if near else ""
+            if name in TRACE_COLUMNS:
+                hint = " Record a trace with this column."
+            else:
+                hint = did_you_mean(name, self._columns)
             raise TraceError(
                 self.source,
                 None,
-                f"has no column {name!r}; it has {', '.join(self._columns)}.{guess}",
+                f"has no column {name!r}; its columns are {', '.join(self._columns)}.{hint}",
             ) from None
 
     def __len__(self) -> int:
@@ -228,7 +230,7 @@ def parse_trace(name: str, blocks: Blocks) -> StepTrace:
         if builder.num_rows > MAX_STEPS:
             raise TraceError(
                 name,
-                line,
+                None,
                 f"has more than {MAX_STEPS:,} steps. Shorten it, or keep only every tenth step.",
             )
     if builder is None:
@@ -242,5 +244,9 @@ def _json_header(name: str, line: int, text: str) -> tuple[str, ...]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TraceError(name, line, f"is not a JSON object: {error}.") from error
+        raise TraceError(
+            name,
+            line,
+            f"is not a JSON object: {error}. Write each object on a single line.",
+        ) from error
     return tuple(record)

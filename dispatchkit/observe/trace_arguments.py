@@ -22,12 +22,13 @@ def trace_config(
 ) -> DispatchConfig:
     """Return a configuration for the batches of a trace.
 
-    The limits are the maximum values in the trace, but at least 256 requests and as many tokens as
-    the largest capture size. The query length is the most frequent query length of uniform decode
-    steps.
+    ``max_num_tokens`` is the largest number of tokens in a step, but at least the largest capture
+    size (512 if ``sizes`` is None). ``max_num_seqs`` is the largest number of requests, but at
+    least 256, and never above ``max_num_tokens``. The query length is the most frequent query
+    length of uniform decode steps; 1 if there are none.
 
     Raises:
-        ConfigError: ``trace`` is not a ``StepTrace``, or a size is invalid.
+        ConfigError: ``trace`` is not a ``StepTrace``, or a size or the mode is invalid.
     """
     check_instance(trace, StepTrace, "trace", "Read a file with read_trace(path).")
     names = trace.columns

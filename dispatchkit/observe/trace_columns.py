@@ -1,7 +1,7 @@
 """Parse and validate the rows of a step trace, and store them by column.
 
-A block of lines is converted column by column, at C speed. If a value is invalid, the block is
-parsed again line by line, to report the line and the error.
+A block of lines is converted column by column, at C speed. If that fails, the block is parsed line
+by line, to report the line and the error of an invalid value.
 """
 
 from __future__ import annotations
@@ -118,35 +118,36 @@ def check_header(
     known = ordered_columns(header)
     unknown = tuple(column for column in header if column not in known)
     doubled = sorted({column for column in header if header.count(column) > 1})
-    if doubled:
-        raise TraceError(name, line, f"column {doubled[0]!r} is given twice. Remove one of them.")
+    listed = (
+        f"Columns of a step trace: {', '.join(TRACE_COLUMNS)}, and {AXIS_PREFIX}NAME for each axis."
+    )
     for column in unknown:
         if _RESEMBLES_AXIS.match(column):
             raise TraceError(
                 name,
                 line,
-                f"unknown column {column!r}. The column of an axis is {AXIS_PREFIX}NAME, such "
-                f"as {AXIS_PREFIX}length.",
+                f"unknown column {column!r}. The column of an axis is {AXIS_PREFIX}NAME, such as "
+                f"{AXIS_PREFIX}length; NAME must be an identifier.",
             )
         # A name similar to a missing column is treated as a misspelling, because an unknown column
         # is otherwise ignored.
         near = difflib.get_close_matches(column, missing, n=1, cutoff=0.7)
         if near or strict:
             guess = f" Did you mean {near[0]!r}?" if near else ""
-            raise TraceError(
-                name,
-                line,
-                f"unknown column {column!r}.{guess} Columns of a step trace: "
-                f"{', '.join(TRACE_COLUMNS)}.",
-            )
+            raise TraceError(name, line, f"unknown column {column!r}.{guess} {listed}")
     if REQUIRED_COLUMN not in header:
-        shown = ", ".join(map(repr, header[:8]))
+        shown = ", ".join(map(repr, header[:8])) + ", ..." * (len(header) > 8)
+        where = "got" if line is None else "the first line has"
+        is_joined = any(REQUIRED_COLUMN in column for column in header)  # for example, by ";"
+        hint = " Separate the columns with commas." if is_joined else ""
         raise TraceError(
             name,
             line,
-            f"no column {REQUIRED_COLUMN!r} in the first line, which has {shown}. "
-            f"Columns of a step trace: {', '.join(TRACE_COLUMNS)}, separated by commas.",
+            f"no column {REQUIRED_COLUMN!r}, which is required; {where} {shown or 'no columns'}."
+            f"{hint} {listed}",
         )
+    if doubled:
+        raise TraceError(name, line, f"column {doubled[0]!r} is given twice. Remove one of them.")
     return unknown
 
 
@@ -218,7 +219,9 @@ class ColumnBuilder:
     def _csv_row(self, line: int, row: str) -> dict[str, Any]:
         cells = csv_cells(row)
         if len(cells) != len(self.header):
-            cut = " The file may be cut off here." if len(cells) < len(self.header) else ""
+            cut = " The file may be cut off here."
+            if len(cells) > len(self.header):
+                cut = " Quote values that contain commas."
             raise TraceError(
                 self.name,
                 line,
@@ -258,7 +261,7 @@ class ColumnBuilder:
             ) from error
         if not isinstance(record, dict):
             raise TraceError(
-                self.name, line, f"is a {type(record).__name__}; each line must be one JSON object."
+                self.name, line, f"each line must be a JSON object, got {record!r:.40}."
             )
         if set(record) != set(self.header):
             differ = ", ".join(map(repr, sorted(set(record) ^ set(self.header))))
@@ -289,14 +292,22 @@ class ColumnBuilder:
 
 def _number_of(name: str, line: int, column: str, text: str) -> Any:
     kind: Callable[[str], Any] = float if column == "t_s" else int
-    wanted = "a number of seconds" if column == "t_s" else "a whole number"
     try:
         if not text.isascii() or "_" in text:
             raise ValueError
         return kind(text)
     except ValueError:  # also raised for a number with thousands of digits
         shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise TraceError(name, line, f"{column} must be {wanted}, got {shown!r}.") from None
+        raise _value_error(name, line, column, repr(shown)) from None
+
+
+def _value_error(name: str, line: int | None, column: str, shown: object) -> TraceError:
+    allowed = f"a whole number from 0 to {MAX_COUNT}"
+    if column == "t_s":
+        allowed = "a finite, non-negative number of seconds"
+    elif column == "uniform_decode":
+        allowed = "0 or 1"
+    return TraceError(name, line, f"{column} must be {allowed}, got {shown}.")
 
 
 def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
@@ -307,34 +318,37 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
     """
     if column == "t_s":
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TraceError(name, line, f"t_s must be a number of seconds, got {value!r}.")
+            raise _value_error(name, line, column, repr(value))
         try:
             seconds = float(value)
         except OverflowError:  # an integer with hundreds of digits
             seconds = math.inf
         if not math.isfinite(seconds) or seconds < 0:
-            raise TraceError(name, line, f"t_s must be finite and not negative, got {seconds!r}.")
+            raise _value_error(name, line, column, seconds)
         return seconds
     if column == "uniform_decode" and is_flag(value):
         value = int(value)
     number = whole_number(value)
     if number is None:
-        raise TraceError(name, line, f"{column} must be a whole number, got {value!r}.")
+        raise _value_error(name, line, column, repr(value))
     most = 1 if column == "uniform_decode" else MAX_COUNT
     if not 0 <= number <= most:
         shown = number if abs(number) < 10**30 else "a number of more than 30 digits"
-        raise TraceError(name, line, f"{column} must be from 0 to {most}, got {shown}.")
+        raise _value_error(name, line, column, shown)
     return number
 
 
 def contradictions(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each contradiction between columns of a step."""
     tokens = row[REQUIRED_COLUMN]
-    for column in ("num_reqs", "max_query_len"):
+    for column, rule in (
+        ("num_reqs", "Each request has at least one token."),
+        ("max_query_len", "It is the largest number of tokens of one request in this step."),
+    ):
         if column in row and row[column] > tokens:
             yield (
                 f"{column} is {row[column]}, but the step has only {counted(tokens, 'token')}. "
-                "Each request has at least one token."
+                f"{rule}"
             )
     if row.get("uniform_decode") and "num_reqs" in row and "max_query_len" in row:
         if row["num_reqs"] * row["max_query_len"] != tokens:

@@ -40,7 +40,7 @@ _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 StrPath = str | os.PathLike[str]
 Blocks = Iterable[tuple[int, list[str]]]
-"""Blocks of text, as pairs of the number of the first line and the lines."""
+"""Blocks of lines, each as a pair (number of its first line, lines)."""
 
 
 def trace_name(path: StrPath | IO[bytes]) -> str:
@@ -106,7 +106,7 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"has more than {counted(max_bytes, 'uncompressed byte')}, the limit of "
+                    f"has more than {counted(max_bytes, 'uncompressed byte')}, the limit set by "
                     "`max_bytes`. If the file is really that large, pass a larger max_bytes in "
                     "Python, or split the file.",
                 )
@@ -116,7 +116,7 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
 def iter_line_blocks(
     path: StrPath | IO[bytes], *, max_bytes: int = DEFAULT_MAX_BYTES, name: str | None = None
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield blocks of a text file, as pairs of the number of the first line and the lines.
+    """Yield blocks of lines of a text file, each as (number of its first line, lines).
 
     Line endings (LF, CRLF or CR) and a leading byte order mark are removed. The last line may lack
     a line break.
@@ -176,7 +176,7 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
         raise TraceError(
             name,
             at,
-            (f"byte {data[bad]:#04x} is not valid UTF-8 text. Check that the file is a trace."),
+            f"has byte {data[bad]:#04x}, so it is not UTF-8 text. Check that the file is a trace.",
         )
     if line_end == b"\r":
         return text.split("\r")
@@ -190,14 +190,16 @@ def write_error(path: str, error: OSError | ValueError) -> TraceError:
     """Return a TraceError for a trace that cannot be written."""
     cause = error.__cause__ if isinstance(error, ConfigError) else error
     if cause is None and isinstance(error, ConfigError):
-        return TraceError(path, None, f"cannot be written: it must be {error.allowed}.")
+        folder = Path(os.path.realpath(path)).parent
+        hint = "" if folder.is_dir() else f" Create the folder {folder}."
+        return TraceError(path, None, f"cannot be written: it must be {error.allowed}.{hint}")
     why = getattr(cause, "strerror", None) or str(cause)
     return TraceError(path, None, f"cannot be written: {why}.")
 
 
 @contextlib.contextmanager
 def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file for writing; it replaces the target when the block ends.
+    """Open a text file for writing; it replaces the target if the block succeeds.
 
     Raises:
         TraceError: The file cannot be written. An existing target is kept.

@@ -15,6 +15,7 @@ from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.files import check_output, create_part, is_special, real_target, rename_over
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
+    REQUIRED_COLUMN,
     TRACE_COLUMNS,
     TraceStep,
     check_header,
@@ -58,7 +59,9 @@ class TraceWriter:
         num_lost: Number of steps that could not be written.
 
     Raises:
-        TraceError: The file cannot be written.
+        TraceError: The file cannot be written, or ``columns`` lacks ``num_tokens`` or has an
+            unknown or repeated name.
+        ConfigError: ``path`` is not a path, or ``columns`` is not a list of names.
 
     Thread safety: one thread at a time. A forked process cannot write to its parent's trace.
     """
@@ -97,8 +100,8 @@ class TraceWriter:
         """Rename the file to its target; a second call has no effect.
 
         Raises:
-            TraceError: Steps were lost, or the file cannot be renamed. The message states which
-                file contains the steps.
+            TraceError: Steps were lost, or the file cannot be renamed or compressed. The message
+                states which file contains the steps.
         """
         part, self._part = self._part, None
         if part is None:
@@ -107,20 +110,22 @@ class TraceWriter:
         try:
             part.finish()
         except (OSError, TraceError) as error:
-            why = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, TraceError):
+                problem = str(error).removeprefix(f"{error.path}: ")
+            else:
+                problem = f"cannot be written: {error.strerror}."
             raise TraceError(
                 self.path,
                 None,
-                f"cannot be written: {why}. The file {part.path} contains "
-                f"{counted(self.num_steps, 'step')}.",
+                f"{problem} The file {part.path} contains {counted(self.num_steps, 'step')}.",
             ) from error
         if self.num_lost:
             raise TraceError(
                 self.path,
                 None,
-                f"is incomplete: {part.failure}. It has the first "
-                f"{counted(self.num_steps, 'step')}; {counted(self.num_lost, 'later step')} could "
-                "not be written. Correct the cause, then record again.",
+                f"is incomplete: {part.failure}. It has {counted(self.num_steps, 'step')}; "
+                f"{counted(self.num_lost, 'later step')} could not be written. Correct the cause, "
+                "then record again.",
             )
 
     def discard(self) -> None:
@@ -137,7 +142,8 @@ class TraceWriter:
             step: A step, or its number of tokens. A step without a number gets the next number.
 
         Raises:
-            TraceError: The step lacks a value for a column, or is impossible.
+            TraceError: The step lacks a value for a column, has other axes than the first step, or
+                is impossible.
             ConfigError: The writer is closed, or was opened by the parent process.
 
         Warns:
@@ -170,9 +176,9 @@ class TraceWriter:
         except OSError as error:
             self.num_lost += 1
             warnings.warn(
-                f"{self.path}: can no longer be written ({error.strerror}). The file has the "
-                f"first {counted(self.num_steps, 'step')}; later steps are lost and counted in "
-                "num_lost. The program continues.",
+                f"{self.path}: can no longer be written ({error.strerror}). The file has "
+                f"{counted(self.num_steps, 'step')}; this step and later ones are lost and counted "
+                "in num_lost. The program continues.",
                 TraceWarning,
                 stacklevel=2,
             )
@@ -187,7 +193,8 @@ class _PartFile:
         path: Path of the temporary file.
         is_open: Whether lines can be appended; False after ``finish``, which also runs at exit.
         process: ID of the process that opened the file.
-        failure: The error after which no more lines are accepted; None before an error.
+        failure: The first error of ``append``, after which nothing may be appended, as text; None
+            if there was no error.
     """
 
     def __init__(self, target: Path) -> None:
@@ -206,7 +213,7 @@ class _PartFile:
         """Append lines completely or not at all.
 
         Raises:
-            OSError: The lines cannot be written. Later lines are not accepted.
+            OSError: The lines cannot be written; ``failure`` is set.
         """
         data = memoryview(text.encode())
         done = 0
@@ -231,7 +238,8 @@ class _PartFile:
         """Rename the file to its target, compressing it if the name ends in ``.gz``.
 
         Raises:
-            OSError: The target cannot be written. The lines remain in ``path``.
+            OSError: The target cannot be replaced. The lines remain in ``path``.
+            TraceError: The compressed target cannot be written. The lines remain in ``path``.
         """
         if not self.is_open or not self.is_own:
             return
@@ -257,7 +265,7 @@ class _Rows:
             "jsonl" if path.removesuffix(".gz").endswith(".jsonl") else "csv"
         )
         self._header: tuple[str, ...] | None = None
-        self._num_axes: int | None = None  # None: the columns were given
+        self._num_axes: int | None = None  # of the first step; None if columns were given
         self._has_begun = False
         if columns is not None:
             if isinstance(columns, str) or not isinstance(columns, Iterable):
@@ -270,10 +278,10 @@ class _Rows:
         return self._first_line(self._header or TRACE_COLUMNS)
 
     def line(self, step: TraceStep | int, number: int) -> str:
-        """Return the line of a step, preceded by the header for the first step.
+        """Return the line of a step; in CSV, the header precedes the first step.
 
         Raises:
-            TraceError: The step is impossible or lacks a column.
+            TraceError: The step is impossible, lacks a column or has other axes than the first.
         """
         if not isinstance(step, TraceStep):
             step = TraceStep(num_tokens=step)
@@ -292,15 +300,23 @@ class _Rows:
         if "step" in row and row["step"] is None:
             row["step"] = number
         for column, value in row.items():
+            if value is None and column != REQUIRED_COLUMN and header is self._header:
+                omit = "omit it from `columns`" if num_axes is None else "in none"
+                raise TraceError(
+                    self._path,
+                    None,
+                    f"step {number} has no {column}, but the trace has this column. Set it in "
+                    f"every step, or {omit}.",
+                )
             row[column] = check_value(self._path, None, column, value)
         for problem in contradictions(row):
             raise TraceError(self._path, None, problem)
         if num_axes is not None and num_axes != len(step.axes):
             first = (c.removeprefix(AXIS_PREFIX) for c in header if c.startswith(AXIS_PREFIX))
             problem = (
-                f"all steps must have the axes of the first step ({', '.join(first) or 'none'}), "
-                f"got one with {', '.join(sorted(step.axes)) or 'none'}. Write this step to "
-                "another trace."
+                f"all steps must have the same axes. Axes of the first step: "
+                f"{', '.join(first) or 'none'}; of step {number}: "
+                f"{', '.join(sorted(step.axes)) or 'none'}. Write this step to another trace."
             )
             raise TraceError(self._path, None, problem)
         self._header, self._num_axes = header, num_axes
@@ -322,11 +338,12 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) 
 
     Args:
         path: Path of the trace. An existing file is replaced.
-        steps: A StepTrace or other steps. Columns without a value in the first step are omitted.
+        steps: A StepTrace, or an iterable of steps or numbers of tokens. Columns without a value in
+            the first step are omitted.
 
     Raises:
-        TraceError: The file cannot be written, a step lacks a column, or its axes differ from those
-            of the first step.
+        TraceError: The file cannot be written, or a step is impossible, lacks a column or has other
+            axes than the first step.
     """
     name = trace_name(path)
     rows, count = _Rows(name, None), 0

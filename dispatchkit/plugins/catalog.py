@@ -73,14 +73,13 @@ class Catalog:
             near = nearest_names(name, {info.name for info in self.absent})
             found = sorted(self.absent, key=lambda info: info.name not in near)
         parts = [
-            f"It may be in plugin {info.name!r} ({info.origin}), {info.state}: "
-            f"{info.reason.removesuffix('.')}."
+            f"Plugin {info.name!r} ({info.origin}) may provide it; it is not loaded: {info.reason}"
+            + "." * (not info.reason.endswith((".", "?")))
             for info in found[:3]
         ]
         if len(found) > 3:
-            parts.append(
-                f"Not loaded in addition: {counted(len(found) - 3, 'plugin')}; see `describe()`."
-            )
+            more = counted(len(found) - 3, "more plugin")
+            parts.append(f"Also not loaded: {more}; see `describe()` or run `dispatchkit plugins`.")
         return " ".join(parts)
 
     def create(self, kind: str, name: str, options: dict[str, Any]) -> Any:
@@ -100,14 +99,17 @@ class Catalog:
         try:
             made = factory(**options)
         except DispatchkitError as error:
-            error.add_note(f"Raised by the factory for {what}.")
+            error.add_note(f"Raised by the factory of {what}.")
             raise
         except Exception as error:
-            problem = f"its factory raised {type(error).__name__}: {error}"
+            problem = f"raised {type(error).__name__}: {error}"
             if kind == "backend" and isinstance(error, ImportError):
+                hint = "Install its dependencies."
+                if (error.name or "").partition(".")[0] == "torch":
+                    hint = "Run: pip install 'dispatchkit[torch]'."
+                text = str(error).removesuffix(".")
                 raise BackendUnavailableError(
-                    f"{what} is not available here: {error}. Built-in backends need torch: "
-                    "pip install 'dispatchkit[torch]'."
+                    f"The {what} is not available here: {text}. {hint}"
                 ) from error
             raise _factory_error(kind, registered, problem, None) from error
         needs = _REQUIRED_METHODS.get(kind, ())
@@ -115,7 +117,7 @@ class Catalog:
         if made is None or inspect.isclass(made) or not has_all:
             methods = f" with the methods {', '.join(needs)}" if needs else ""
             problem = (
-                f"its factory returned {made!r:.60} ({type(made).__name__}); "
+                f"returned {made!r:.60} ({type(made).__name__}); "
                 f"it must return an instance{methods}."
             )
             raise _factory_error(kind, registered, problem, made)
@@ -151,4 +153,4 @@ def _factory_error(
     name, origin = registered.name, registered.origin
     if kind == "policy":
         return PolicyError(name, "factory", problem, origin=str(origin), value=value)
-    return PluginError(origin, f"{kind} {name!r}: {problem}")
+    return PluginError(origin, f"the factory of {kind} {name!r} {problem}")

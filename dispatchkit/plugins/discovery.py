@@ -41,7 +41,7 @@ class Candidate:
     Attributes:
         origin: Name and distribution of the plugin.
         rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins register a name, the plugin
-            with the lower rank provides it.
+            with the lower rank provides it. ``replace`` exempts built-in names.
         load: Function that imports and returns the plugin object; it may raise anything.
     """
 
@@ -54,8 +54,8 @@ class Candidate:
 
         The key does not depend on ``sys.path``. Among installed plugins, the distribution whose
         name matches comes first: ``dispatchkit-vllm`` for ``vllm``, and also for ``vllm@0.13`` and
-        ``vllm-drafter``. A plugin therefore cannot take over a name by sorting earlier. The other
-        plugins follow in alphabetical order.
+        ``vllm-drafter``, so that no other plugin takes the name just because it sorts first. The
+        other plugins follow in alphabetical order.
         """
         distribution = normalize_name(self.origin.distribution or "")
         family = distribution.removeprefix(f"{GROUP}-")
@@ -91,7 +91,8 @@ def discover() -> Iterator[Candidate]:
                 yield from list(_entries(points, metadata["Name"], metadata["Version"]))
         except Exception as error:  # noqa: BLE001 - broken metadata is reported as a plugin
             where = str(getattr(distribution, "_path", "a distribution"))
-            reason = f"its metadata cannot be read ({type(error).__name__}: {error}); reinstall it"
+            problem = f"{type(error).__name__}: {error}"
+            reason = f"the distribution has unreadable metadata ({problem}); reinstall it."
             yield Candidate(Origin("?", where), FOUND, _failing_loader(reason))
 
 
@@ -155,9 +156,12 @@ class Filter:
         """
         names = _names_of(candidate.origin)
         if names & self.blocked:
-            return f"blocked by name (argument `block` or {BLOCK_VARIABLE})"
+            return f"blocked by name (argument `block`, setting `disable` or {BLOCK_VARIABLE})"
         if candidate.rank == FOUND and not all(names & one for one in self.allowed):
-            return f"not among the allowed names (argument `allow` or {ALLOW_VARIABLE})"
+            return (
+                f"not among the allowed names (argument `allow`, setting `plugins` or "
+                f"{ALLOW_VARIABLE})"
+            )
         return ""
 
     def unmatched(self, candidates: Collection[Candidate]) -> Iterator[tuple[Origin, str]]:
@@ -168,7 +172,11 @@ class Filter:
         """
         present = {name for one in candidates for name in _names_of(one.origin)}
         for name in sorted(frozenset[str]().union(*self.allowed) - present):
-            reason = f"allowed by name, but no plugin has this name.{did_you_mean(name, present)}"
+            hint = did_you_mean(name, present) or (
+                " Install it, or remove the name from the argument `allow`, the setting `plugins` "
+                f"or {ALLOW_VARIABLE}."
+            )
+            reason = f"allowed by name, but no plugin has this name.{hint}"
             yield Origin(name, is_there=False), reason
         for name in sorted(self.blocked - present):
             hint = did_you_mean(name, present)

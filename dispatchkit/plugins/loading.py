@@ -11,11 +11,16 @@ import attrs
 
 from dispatchkit.errors import Origin, PluginError, UnknownNameError
 from dispatchkit.hookspecs import Spec
-from dispatchkit.plugins.discovery import BLOCK_VARIABLE, BUILT_IN, Candidate, Filter, PluginFault
+from dispatchkit.plugins.discovery import (
+    BLOCK_VARIABLE,
+    BUILT_IN,
+    PASSED_IN,
+    Candidate,
+    Filter,
+    PluginFault,
+)
 from dispatchkit.plugins.manager import HookManager
 from dispatchkit.plugins.records import PluginInfo, PluginState
-
-_HOW_TO_BLOCK = f" Block one of them by the name of its distribution (`block` or {BLOCK_VARIABLE})."
 
 
 @attrs.frozen(eq=False)
@@ -54,15 +59,16 @@ def load(
 
     Raises:
         PluginError: The plugin is broken, or already loaded under this or another name. Its
-            ``__cause__`` is the original exception. The plugin is removed again.
+            ``__cause__`` is the original exception. The manager has not changed.
     """
     origin = candidate.origin
     doing = [f"importing {origin.entry_point or 'it'}"]
     try:
         if origin.plugin in present:
-            taken_by = present[origin.plugin].origin
+            other = present[origin.plugin]
             raise DuplicateFault(
-                f"another plugin with this name ({taken_by}) is used instead.{_HOW_TO_BLOCK}"
+                f"another plugin with this name ({other.origin}) is used instead. "
+                f"{_next_step(candidate, 'Pass the object under a different name.')}"
             )
         plugin = candidate.load()
         for other in present.values():
@@ -123,7 +129,12 @@ class PluginLoader:
         self._assign_names(replace)
 
     def _permitted(self, found: Sequence[Candidate], names: Filter) -> Iterator[Candidate]:
-        for one in {candidate.origin: candidate for candidate in reversed(found)}.values():
+        # An entry point that is listed twice counts once. Objects passed in under the same name are
+        # different plugins, and the second is reported.
+        unique: dict[tuple[Origin, int], Candidate] = {}
+        for at, one in enumerate(found):
+            unique.setdefault((one.origin, at if one.rank == PASSED_IN else 0), one)
+        for one in unique.values():
             refusal = names.refusal(one)
             if refusal:
                 self.infos.append(PluginInfo.of(one.origin, PluginState.BLOCKED, refusal))
@@ -155,7 +166,7 @@ class PluginLoader:
             )
             owners[kind, name] = ranked[0]
             self.problems += [
-                PluginError(loser.origin, _conflict(kind, name, ranked[0]))
+                PluginError(loser.origin, _conflict(kind, name, loser, ranked[0]))
                 for loser in ranked[1:]
                 if not _is_built_in(loser)
             ]
@@ -168,13 +179,23 @@ def _is_built_in(loaded: LoadedPlugin) -> bool:
     return loaded.candidate.rank == BUILT_IN
 
 
-def _conflict(kind: str, name: str, winner: LoadedPlugin) -> str:
+def _next_step(loser: Candidate, rename: str) -> str:
+    """Return the next step for a plugin whose name is taken."""
+    if loser.rank == PASSED_IN:  # without a distribution
+        return rename
+    return (
+        "Block one of them by the name of its distribution (argument `block`, setting `disable` or "
+        f"{BLOCK_VARIABLE})."
+    )
+
+
+def _conflict(kind: str, name: str, loser: LoadedPlugin, winner: LoadedPlugin) -> str:
     if _is_built_in(winner):
         return (
             f"{kind} {name!r} is built in, and the built-in {kind} is used; to replace it, pass "
-            f"replace=[{name!r}]."
+            f"replace=[{name!r}] to load_plugins()."
         )
     return (
-        f"{kind} {name!r} is also registered by another plugin ({winner.origin}), which is "
-        f"used.{_HOW_TO_BLOCK}"
+        f"{kind} {name!r} is also registered by another plugin ({winner.origin}), which is used. "
+        f"{_next_step(loser.candidate, f'Register the {kind} under a different name.')}"
     )

@@ -104,9 +104,10 @@ def _hooks_of(plugin: object) -> Hooks:
                 _check_function(name, function)
                 functions[name] = getattr(plugin, name)
     if not functions:
+        problem = "is not an instance" if inspect.isclass(plugin) else "has no hooks"
         raise PluginFault(
-            f"{_describe(plugin)} has no hooks; the entry point must name a module or an "
-            "instance with functions marked @hookimpl (from dispatchkit.hookspecs)."
+            f"{_describe(plugin)} {problem}; a plugin must be a module or an instance with "
+            "functions marked @hookimpl (from dispatchkit.hookspecs)."
         )
     return Hooks(**functions)
 
@@ -115,7 +116,7 @@ def _describe(plugin: object) -> str:
     if isinstance(plugin, types.ModuleType):
         return f"module {plugin.__name__!r}"
     if inspect.isclass(plugin):
-        return f"class {plugin.__name__} itself"
+        return f"class {plugin.__name__}"
     if inspect.isroutine(plugin):
         return f"function {plugin.__name__}"
     return f"an instance of {type(plugin).__name__}"
@@ -131,7 +132,8 @@ def _is_hook(name: str, function: Any) -> bool:
     if not inspect.isfunction(function):
         kind = type(function).__name__
         raise PluginFault(
-            f"{name} is a {kind}; make it a function or method marked @hookimpl, or rename it."
+            f"{name} is not a function ({kind}). Make it a function or method marked @hookimpl, or "
+            "rename it."
         )
     others = ", ".join(one.removesuffix("_impl") for one in attributes if one.endswith("_impl"))
     what = f"is marked as a hook of another project ({others})" if others else "is not marked"
@@ -151,7 +153,7 @@ def _check_function(name: str, function: Any) -> None:
         )
     if inspect.isgeneratorfunction(function):
         raise PluginFault(
-            f"{name} is a generator, so its body would not run; return a value instead."
+            f"{name} is a generator function, so its body would not run; return a value instead."
         )
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginFault(f"{name} is async, but hooks are not awaited; make it a plain function.")

@@ -32,7 +32,7 @@ from dispatchkit.keys.checks import check_flag
 from dispatchkit.observe.events import MAX_FAULTS, Notifier, Subscription
 from dispatchkit.plugins.catalog import Catalog
 from dispatchkit.plugins.discovery import BUILT_IN, PASSED_IN, Candidate, Filter, discover
-from dispatchkit.plugins.loading import LoadedPlugin, PluginLoader, load
+from dispatchkit.plugins.loading import DuplicateFault, LoadedPlugin, PluginLoader, load
 from dispatchkit.plugins.manager import HookManager
 from dispatchkit.plugins.records import PluginInfo, PluginState, Registration
 
@@ -54,7 +54,8 @@ class PolicyWithPlugins:
     Attributes:
         plugins: Plugins that provide the policy, backend and lane policy given by name. Their
             observers receive the runner's events.
-        policy: Name of the policy, or an object; None for the policy that the plugins select.
+        policy: Name of the policy, or an object; None for the policy that a plugin selects, or else
+            the default policy.
     """
 
     plugins: PluginSet
@@ -96,7 +97,11 @@ class PluginSet:
         self.problems: tuple[PluginError, ...] = tuple(loader.problems)
         self._infos: list[PluginInfo] = []
         for one in self._loaded.values():
-            reasons = [it.reason for it in loader.problems if it.origin == one.origin]
+            reasons = [
+                it.reason
+                for it in loader.problems
+                if it.origin == one.origin and not isinstance(it.__cause__, DuplicateFault)
+            ]
             self._commit(one, reason=" ".join(reasons))
         self._catalog.absent = tuple(loader.infos)
         self._infos += loader.infos
@@ -355,7 +360,7 @@ def load_plugins(
         allow: The only plugins to load; an empty list loads no plugin. The environment variable
             DISPATCHKIT_PLUGINS (comma-separated names, may be empty) has the same effect.
         block: Plugins to skip, in addition to the plugins in DISPATCHKIT_DISABLE.
-        extra: Additional plugins as (name, object) pairs; ``allow`` does not apply to them.
+        extra: Additional plugins as tuples (name, object); ``allow`` does not apply to them.
         replace: Built-in names that plugins may replace.
         strict: Whether to raise for broken or missing plugins instead of skipping them with a
             logged warning.
@@ -365,13 +370,13 @@ def load_plugins(
         PluginLoadError: A plugin has a problem, and ``strict`` is True. The exception group
             contains all problems.
         ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra`` is not
-            a list of pairs.
+            a list of tuples.
         UnknownNameError: A name in ``replace`` is not built in.
     """
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
         _check_names(setting, value)
     if not isinstance(extra, Iterable):
-        raise ConfigError("extra", extra, "a list of pairs (name, module or instance)")
+        raise ConfigError("extra", extra, "a list of tuples (name, module or instance)")
     if environ is not None and not isinstance(environ, Mapping):
         raise ConfigError("environ", environ, "a dictionary of values by name, or None")
     check_flag(strict, "strict")
@@ -405,7 +410,8 @@ def _check_names(setting: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, str):
-        raise ConfigError(setting, value, "a list of names", f"Write [{value!r}].")
+        names = [name.strip() for name in value.split(",")]
+        raise ConfigError(setting, value, "a list of names", f"Write {names!r}.")
     if not isinstance(value, Collection):
         raise ConfigError(setting, value, "a list of names")
     for name in value:
@@ -415,5 +421,5 @@ def _check_names(setting: str, value: Any) -> None:
 
 def _pair(one: Any, at: int) -> tuple[str, object]:
     if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
-        raise ConfigError(f"extra[{at}]", one, "a pair (name, module or instance)")
+        raise ConfigError(f"extra[{at}]", one, "a tuple (name, module or instance)")
     return one

@@ -51,9 +51,9 @@ class PluginInfo:
     """One row of the list of plugins.
 
     Attributes:
-        name: Name of the plugin, which is the name of its entry point.
-        distribution: Distribution of the plugin; None if it was passed in as an object.
-        version: Version of the distribution; None if the plugin was passed in as an object.
+        name: Name of the entry point, or the name given with the object or in a list.
+        distribution: Distribution of the plugin; None for an object passed in or a missing plugin.
+        version: Version of the distribution; None for an object passed in or a missing plugin.
         origin: The plugin's origin, as text.
         state: State of the plugin.
         reason: The reason for the state, as text; may be empty.

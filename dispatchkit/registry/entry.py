@@ -13,8 +13,8 @@ from dispatchkit.keys.batch import GraphKey
 class KeyState(enum.StrEnum):
     """The state of a key's graph.
 
-    A key is DECLARED, then CAPTURED, and may become EVICTED, STALE or FAILED. It can be captured
-    again from each of these states.
+    A key is DECLARED first. A capture makes it CAPTURED or, if the capture fails, FAILED. A
+    captured key may become EVICTED, STALE or FAILED. Every state allows another capture.
     """
 
     DECLARED = "declared"
@@ -32,9 +32,10 @@ class GraphEntry:
         key: Key of the graph.
         state: The state of its graph.
         graph: The executor's graph object, with everything it reads; opaque to the registry.
-        num_bytes: Memory attributed to the graph; 0 if it shares the memory of another graph.
+        num_bytes: Memory in bytes that the capture added; 0 if the graph fits into the memory of
+            other graphs, or was captured outside the runner.
         reason: Why the graph failed, was evicted or became stale.
-        attempts: Capture attempts since the last success.
+        attempts: Number of failed captures and replays since the last successful capture.
     """
 
     key: GraphKey

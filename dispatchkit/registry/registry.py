@@ -16,8 +16,8 @@ from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry.entry import GraphEntry, KeyState
 
-# Mode, uniform query length, max query length, adapters and axes, for keys that differ only in
-# size.
+# What keys that differ only in size have in common: mode, uniform query length, maximum query
+# length, adapters and axes.
 _Family = tuple[RuntimeMode, int, int | None, int, tuple[int, ...]]
 # Size, serial number of the declaration, key. Sorting never compares keys, because serial numbers
 # are unique.
@@ -113,8 +113,8 @@ class GraphRegistry:
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
         """Yield the keys of a mode that can compute a batch, smallest first.
 
-        Keys of the same size are ordered by number of adapters, fewest first, then uniform keys
-        before mixed keys.
+        Keys of the same size are ordered by number of adapters, fewest first, and then by kind:
+        uniform, mixed with a maximum query length, mixed.
         """
         streams = []
         for family, members in self._families.copy().items():
@@ -181,13 +181,13 @@ class GraphRegistry:
     def evicted(self, key: GraphKey, reason: str = "budget") -> GraphEntry:
         """Release the graph of a captured or stale key."""
         with self.lock:
-            self._require(key, KeyState.CAPTURED, KeyState.STALE)
+            self._require(key, KeyState.CAPTURED, KeyState.STALE, change="be evicted")
             return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
 
     def stale(self, key: GraphKey, reason: str) -> GraphEntry:
         """Mark a captured key as stale, because memory that its graph reads was replaced."""
         with self.lock:
-            self._require(key, KeyState.CAPTURED)
+            self._require(key, KeyState.CAPTURED, change="become stale")
             return self._move(key, KeyState.STALE, reason=reason)
 
     def forget(self, key: GraphKey) -> None:
@@ -249,13 +249,13 @@ class GraphRegistry:
         # first, it empties most cells, and later events are cheap.
         return sorted(self._entries, key=lambda key: -key.num_tokens)
 
-    def _require(self, key: GraphKey, *states: KeyState) -> GraphEntry:
+    def _require(self, key: GraphKey, *states: KeyState, change: str = "") -> GraphEntry:
         entry = self._entries.get(key)
         if entry is None:
             raise RegistryError(f"{key} is not declared. Declare it before changing its state.")
         if states and entry.state not in states:
             allowed = " or ".join(states)
-            raise RegistryError(f"{key} is {entry.state}, but must be {allowed}.")
+            raise RegistryError(f"{key} is {entry.state}; only {allowed} keys can {change}.")
         return entry
 
     def _move(self, key: GraphKey, state: KeyState, **changes: Any) -> GraphEntry:

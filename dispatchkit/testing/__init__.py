@@ -9,9 +9,10 @@ Three lines test a policy::
             return HalfFull()
 
 Without pytest, use ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTests`` and
-``run_lane_policy_conformance`` test lane policies, ``BackendTests`` tests backends, and
-``RunnerTests`` tests a policy, backend or step in a GraphRunner. ``SmallestPolicy`` and
-``OneBucketPolicy`` are simple policies for tests of other components.
+``run_lane_policy_conformance`` test lane policies, ``BackendTests`` tests backends,
+``InputTransportTests`` tests input transports, and ``RunnerTests`` tests a policy, backend or step
+in a GraphRunner. ``SmallestPolicy`` and ``OneBucketPolicy`` are simple policies for tests of other
+components.
 
 Names are imported on first use, so a kit does not import the other kits.
 """

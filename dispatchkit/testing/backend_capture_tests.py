@@ -16,7 +16,10 @@ from dispatchkit.backends.base import (
 )
 from dispatchkit.testing.backend_rig import FUNCTIONS, Pair, Rig
 
-NOT_POISONED = "Outputs must contain poison before the first replay."
+NOT_POISONED = (
+    "The backend declares poisons_outputs, so before the first replay, outputs must contain only "
+    "NaN, True, or the smallest or largest nonzero integer of their dtype."
+)
 
 
 class CaptureTests:
@@ -66,7 +69,7 @@ class CaptureTests:
         addresses = [outputs[0].data_ptr(), outputs[1][0].data_ptr()]
         for _ in range(3):
             graph.replay()
-            assert graph.outputs is outputs, "A replay changed ``outputs`` to another object."
+            assert graph.outputs is outputs, "A replay replaced the object in ``outputs``."
             assert [outputs[0].data_ptr(), outputs[1][0].data_ptr()] == addresses
 
     def test_replay_overwrites_the_outputs(self, rig: Rig) -> None:
@@ -170,7 +173,7 @@ class CaptureTests:
         "dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
     )
     def test_outputs_are_not_computed_at_capture(self, rig: Rig, dtype: str) -> None:
-        """Reads of outputs before the first replay must be detectable."""
+        """If a backend poisons outputs, reading them before the first replay is detectable."""
         kind = getattr(rig.torch, dtype)
         x = rig.zeros(8, dtype=kind)
         graph = rig.capture(x.clone)
@@ -233,7 +236,7 @@ class CaptureTests:
         assert rig.read(second.outputs) == [-60.0] * 256
 
     def test_grad_mode_is_the_callers(self, rig: Rig) -> None:
-        """A capture does not change the autograd mode."""
+        """During a capture, the callable runs in the caller's autograd mode."""
         torch = rig.torch
         seen: list[tuple[bool, bool]] = []
 

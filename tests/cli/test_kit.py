@@ -100,9 +100,9 @@ def unreadable() -> Any:
 @pytest.mark.parametrize(
     ("factory", "says"),
     [
-        (crash, "its factory raised ZeroDivisionError"),
-        (lambda: None, "its factory returned None"),
-        (lambda: 3, "its factory returned 3"),
+        (crash, "the factory of command 'bad' raised ZeroDivisionError"),
+        (lambda: None, "the factory of command 'bad' returned None"),
+        (lambda: 3, "the factory of command 'bad' returned 3"),
         (unreadable, "value"),
     ],
 )
@@ -142,8 +142,8 @@ def test_a_command_of_a_plugin_that_is_not_loaded_names_the_plugin(
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
     done = run("simulate", "trace.csv")
     assert (done.code, done.out) == (2, "")
-    assert "The command 'simulate' is not installed. It may be in plugin 'plan'" in done.err
-    assert done.err.count("plugin '") == 1, "others that are not loaded do not bring it"
+    assert "The command 'simulate' is not installed. Plugin 'plan'" in done.err
+    assert done.err.count("Plugin '") == 1, "others that are not loaded do not bring it"
     assert "pip install" not in done.err
 
 

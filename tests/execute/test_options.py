@@ -171,7 +171,11 @@ def test_a_wrong_value_is_refused_at_once_by_both_front_doors(name, value):
         (lambda: RunnerOptions(3), r"settings of RunnerOptions must be given by name .* \(3,\)"),
         (lambda: GraphMemory(4), r"settings of GraphMemory must be given by name \(max_bytes, sl"),
         (lambda: make().swap("vllm"), r"settings of swap must be given by name .* \('vllm',\)"),
-        (lambda: RunnerOptions(device=3), "device must be a torch device, such as 'cuda:0', got 3"),
+        (lambda: MemoryOptions(eviction=print), "Pass a function to runner.controls.set_eviction."),
+        (
+            lambda: RunnerOptions(device=3),
+            "device must be a torch device such as 'cuda:0', or None, got 3",
+        ),
         (lambda: Lanes(0), "lanes must be a whole number of at least 1, got 0"),
         (lambda: Lanes("x"), "lanes must be a whole number of at least 1, got 'x'"),
         (

@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "generator": (
         "",
         "@hookimpl\ndef dispatchkit_register_policies(): yield PolicySpec('x', list)",
-        ("is a generator",),
+        ("is a generator function",),
     ),
     "hook that left": (
         "",
@@ -143,7 +143,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "    def dispatchkit_register_policies(self): raise ValueError\n"
             "plugin = Plugin()"
         ),
-        ("is a property",),
+        ("is not a function (property)",),
     ),
     "two functions for one hook": (
         "",

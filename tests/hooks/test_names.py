@@ -15,7 +15,7 @@ from dispatchkit.errors import (
     PolicyError,
     UnknownNameError,
 )
-from dispatchkit.hookspecs import BackendSpec, hookimpl
+from dispatchkit.hookspecs import BackendSpec, PolicySpec, hookimpl
 from dispatchkit.plugins import PluginError, PluginSet, load_plugins
 
 MARK = "from dispatchkit.hookspecs import *\n"
@@ -93,7 +93,7 @@ def test_broken_metadata_of_another_distribution_hides_nothing(
     loaded = site.load()
     assert list(loaded.policies) == ["b"]
     (problem,) = loaded.problems
-    assert "metadata cannot be read" in problem.reason
+    assert "unreadable metadata" in problem.reason
     assert "acme_a-1.0.dist-info" in str(problem)
 
 
@@ -198,8 +198,8 @@ def test_built_in_names_are_kept_unless_replacement_is_asked_for(site: Any) -> N
     (problem,) = loaded.problems
     assert "acme" in str(problem)
     assert (
-        "'tape' is built in, and the built-in backend is used; to replace it, pass replace=['tape']"
-        in str(problem)
+        "'tape' is built in, and the built-in backend is used; to replace it, pass "
+        "replace=['tape'] to load_plugins()" in str(problem)
     )
 
     replaced = site.load(replace=["tape"], strict=True)
@@ -212,14 +212,28 @@ def test_built_in_names_are_kept_unless_replacement_is_asked_for(site: Any) -> N
 def test_what_is_passed_in_goes_before_what_is_found(site: Any, policy_source: Any) -> None:
     @hookimpl
     def dispatchkit_register_policies() -> Any:
-        from dispatchkit.hookspecs import PolicySpec
-
         return [PolicySpec("rule", list)]
 
     site.install("acme", rule=policy_source("rule"))
     hooks = SimpleNamespace(dispatchkit_register_policies=dispatchkit_register_policies)
     loaded = site.load(extra=[("mine", hooks)])
     assert str(loaded.policies["rule"].origin) == "passed in as 'mine'"
+
+
+def test_a_second_object_under_one_name_is_reported(site: Any) -> None:
+    def plugin(name: str) -> Any:
+        @hookimpl
+        def dispatchkit_register_policies() -> Any:
+            return [PolicySpec(name, list)]
+
+        return SimpleNamespace(dispatchkit_register_policies=dispatchkit_register_policies)
+
+    loaded = site.load(extra=[("mine", plugin("a")), ("mine", plugin("b"))])
+    assert list(loaded.policies) == ["a"]
+    (problem,) = loaded.problems
+    assert "Pass the object under a different name." in problem.reason
+    states = {(info.state, info.reason == "") for info in loaded.describe() if info.name == "mine"}
+    assert states == {("loaded", True), ("duplicate", False)}
 
 
 def test_register_policy_refuses_a_taken_name() -> None:
@@ -399,7 +413,7 @@ def test_list_of_something_else_than_names_is_refused(setting: str, value: Any) 
 @pytest.mark.parametrize("value", ["vllm", ("a",), (3, object()), None])
 def test_extra_that_is_no_pair_is_refused(value: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"extra(\[0\] must be a pair| must be a list of pairs) \(name, module"
+        ConfigError, match=r"extra(\[0\] must be a tuple| must be a list of tuples) \(name, module"
     ):
         load_plugins(extra=[value], environ={})
 

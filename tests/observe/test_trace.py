@@ -120,34 +120,36 @@ def test_a_slice_is_a_trace():
         ("steps,tokens\n1,2\n", 1, "Did you mean 'step'"),
         ("step,num_token\n1,2\n", 1, "Did you mean 'num_tokens'"),
         ("a,b\n1,2\n", 1, "no column 'num_tokens'"),
-        ("num_tokens;num_reqs\n1;1\n", 1, "separated by commas"),
+        ("num_tokens;num_reqs\n1;1\n", 1, "Separate the columns with commas"),
+        ("57,57\n58,58\n", 1, "no column 'num_tokens', which is required; the first line has '57'"),
+        ('{\n"num_tokens": 3}\n', 1, "Write each object on a single line"),
         ("num_tokens,num_tokens\n1,1\n", 1, "is given twice"),
         (f"{HEADER}\n0,0,3,3,1,1,0\n1,1,4,4\n", 3, "cut off"),
         (f"{HEADER}\n0,0,3,3,1,1,0\n1,1,4,4,1,1,0,9\n", 3, "8 columns"),
-        (f"{HEADER}\n0,0,-3,3,1,1,0\n", 2, "num_tokens must be from 0 to"),
+        (f"{HEADER}\n0,0,-3,3,1,1,0\n", 2, "num_tokens must be a whole number from 0 to"),
         (f"{HEADER}\n0,0,3,3,1,1,0\n\n1,0,x,3,1,1,0\n", 4, "num_tokens must be a whole number"),
-        (f"{HEADER}\n0,0,3.0,3,1,1,0\n", 2, "whole number, got '3.0'"),
-        (f"{HEADER}\n0,0,1_0,3,1,1,0\n", 2, "whole number, got '1_0'"),
+        (f"{HEADER}\n0,0,3.0,3,1,1,0\n", 2, "2147483647, got '3.0'"),
+        (f"{HEADER}\n0,0,1_0,3,1,1,0\n", 2, "2147483647, got '1_0'"),
         (f"{HEADER}\n0,0,\u0663,3,1,1,0\n", 2, "whole number"),
-        (f"{HEADER}\n0,nan,3,3,1,1,0\n", 2, "t_s must be finite"),
-        (f"{HEADER}\n0,inf,3,3,1,1,0\n", 2, "t_s must be finite"),
-        (f"{HEADER}\n0,-1,3,3,1,1,0\n", 2, "t_s must be finite and not negative"),
-        (f"{HEADER}\n0,now,3,3,1,1,0\n", 2, "t_s must be a number of seconds"),
-        (f"{HEADER}\n0,0,99999999999,3,1,0,0\n", 2, "num_tokens must be from 0 to"),
+        (f"{HEADER}\n0,nan,3,3,1,1,0\n", 2, "t_s must be a finite"),
+        (f"{HEADER}\n0,inf,3,3,1,1,0\n", 2, "t_s must be a finite"),
+        (f"{HEADER}\n0,-1,3,3,1,1,0\n", 2, "t_s must be a finite, non-negative number"),
+        (f"{HEADER}\n0,now,3,3,1,1,0\n", 2, "t_s must be a finite, non-negative number"),
+        (f"{HEADER}\n0,0,99999999999,3,1,0,0\n", 2, "num_tokens must be a whole number from 0 to"),
         (f"{HEADER}\n0,0,{'9' * 5000},3,1,0,0\n", 2, "num_tokens must be"),
         (f"{HEADER}\n0,0,{'9' * 300},3,1,0,0\n", 2, "more than 30 digits"),
         (f"{HEADER}\n0,0,3,4,1,0,0\n", 2, "num_reqs is 4, but the step has only 3 tokens"),
         (f"{HEADER}\n0,0,3,1,4,0,0\n", 2, "max_query_len is 4, but the step has only 3 tokens"),
         (f"{HEADER}\n0,0,3,2,1,1,0\n", 2, "num_reqs x max_query_len"),
-        (f"{HEADER}\n0,0,3,3,1,2,0\n", 2, "uniform_decode must be from 0 to 1"),
+        (f"{HEADER}\n0,0,3,3,1,2,0\n", 2, "uniform_decode must be 0 or 1"),
         ('{"num_tokens": 3}\n{"num_tokens": 4\n', 2, "cut off"),
-        ('{"num_tokens": 3}\n[4]\n', 2, "each line must be one JSON object"),
+        ('{"num_tokens": 3}\n[4]\n', 2, "each line must be a JSON object"),
         ('{"num_tokens": 3}\n{"num_token": 4}\n', 2, "same fields as the first line"),
-        ('{"num_tokens": 3}\n{"num_tokens": NaN}\n', 2, "whole number, got nan"),
-        ('{"num_tokens": true}\n', 1, "whole number, got True"),
-        ('{"num_tokens": "3"}\n', 1, "whole number, got '3'"),
-        ('{"num_tokens": 3, "t_s": 1e999}\n', 1, "t_s must be finite"),
-        ('{"num_tokens": 3, "t_s": 1' + "0" * 400 + "}\n", 1, "t_s must be finite"),
+        ('{"num_tokens": 3}\n{"num_tokens": NaN}\n', 2, "2147483647, got nan"),
+        ('{"num_tokens": true}\n', 1, "2147483647, got True"),
+        ('{"num_tokens": "3"}\n', 1, "2147483647, got '3'"),
+        ('{"num_tokens": 3, "t_s": 1e999}\n', 1, "t_s must be a finite"),
+        ('{"num_tokens": 3, "t_s": 1' + "0" * 400 + "}\n", 1, "t_s must be a finite"),
         ('{"num_tokens": ' + "[" * 50_000 + "\n", 1, "is not a JSON object"),
     ],
 )
@@ -185,9 +187,9 @@ def test_a_bad_value_deep_in_a_long_file_is_named(tmp_path):
     ("data", "message"),
     [
         (b"\xff\xfen\x00u\x00m\x00", "UTF-16"),
-        (HEADER.encode() + b"\n0,0,3,3,1,1,\xff\n", "not valid UTF-8"),
-        (b"\x00\x01\x02\x03", "line 1: byte 0x00 is not valid UTF-8 text"),
-        (bytes(200_000), "line 1: byte 0x00"),
+        (HEADER.encode() + b"\n0,0,3,3,1,1,\xff\n", "so it is not UTF-8 text"),
+        (b"\x00\x01\x02\x03", "line 1: has byte 0x00, so it is not UTF-8 text"),
+        (bytes(200_000), "line 1: has byte 0x00"),
         (b"x" * 200_000, "no line break"),
         (b"\x1f\x8b\x08\x00", "truncated"),
         (b"\x1f\x8bnonsense that is no gzip file", "damaged"),
@@ -351,7 +353,7 @@ def test_traces_without_axes_are_as_ever(tmp_path):
         ("num_tokens,axis.two words", "3,4", "axis.NAME"),
         ("num_tokens,axis.length,axis.length", "3,4,4", "twice"),
         ("num_tokens,axis.length", "3,x", "axis.length must be a whole number"),
-        ("num_tokens,axis.length", "3,-1", "axis.length must be from 0 to"),
+        ("num_tokens,axis.length", "3,-1", "axis.length must be a whole number from 0 to"),
         ("num_tokens,axis.length", "3", "1 column, but"),
     ],
 )
@@ -367,11 +369,9 @@ def test_steps_with_other_axes_than_the_first_are_refused(tmp_path):
     with TraceWriter(tmp_path / "t.csv") as out:
         out.write(first)
         for axes in ({}, {"b": 1}):
-            with pytest.raises(TraceError, match=r"axis\.a"):
+            with pytest.raises(TraceError, match=r"no axis\.a, .* or in none"):
                 out.write(attrs.evolve(first, axes=axes))
-        with pytest.raises(
-            TraceError, match=r"the axes of the first step \(a\), got one with a, b"
-        ):
+        with pytest.raises(TraceError, match="Axes of the first step: a; of step 1: a, b"):
             out.write(attrs.evolve(first, axes=more))
     with pytest.raises(TraceError, match=r"axis\.b"):
         StepTrace.from_steps([first, attrs.evolve(first, axes=more)])
@@ -379,7 +379,7 @@ def test_steps_with_other_axes_than_the_first_are_refused(tmp_path):
 
 def test_axes_of_later_steps_alone_are_refused_and_leave_no_file(tmp_path):
     path = tmp_path / "t.csv"
-    with pytest.raises(TraceError, match=r"the first step \(none\), got one with length"):
+    with pytest.raises(TraceError, match="Axes of the first step: none; of step 1: length"):
         write_trace(path, [TraceStep(4), TraceStep(4, axes={"length": 3})])
     assert list(tmp_path.iterdir()) == []
 

@@ -167,14 +167,17 @@ def test_a_full_disk_stops_no_step(
     assert [one.name for one in tmp_path.iterdir()] == [name]
 
 
-def test_a_file_that_cannot_get_its_name_is_told_with_its_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_cannot_get_its_name_is_told_with_its_steps(tmp_path: Path, name: str) -> None:
     """A folder of that name was created meanwhile."""
-    with pytest.raises(TraceError, match=r"The file .*t\.csv\.part contains 2 steps"):  # noqa: PT012, SIM117
-        with TraceWriter(tmp_path / "t.csv") as writer:
+    path = tmp_path / name
+    with pytest.raises(TraceError, match=r"\. The file .*\.part contains 2 steps") as caught:  # noqa: PT012, SIM117
+        with TraceWriter(path) as writer:
             writer.write(3)
             writer.write(4)
-            (tmp_path / "t.csv").mkdir()
-    assert tokens(tmp_path / "t.csv.part") == [3, 4]
+            path.mkdir()
+    assert str(caught.value).count("cannot be written") == 1
+    assert tokens(tmp_path / f"{name}.part") == [3, 4]
 
 
 def test_a_trace_that_is_written_at_once_is_whole_or_not_there(

@@ -122,7 +122,7 @@ def test_impossible_transition_is_refused(registry, before, act):
     if before != "declared":
         getattr(registry, before)(key(8), "reason")
     entry = registry.get(key(8))
-    with pytest.raises(RegistryError, match=f"is {before}, but must be captured"):
+    with pytest.raises(RegistryError, match=f"is {before}; only captured"):
         getattr(registry, act)(key(8), "again")
     assert registry.get(key(8)) is entry
 

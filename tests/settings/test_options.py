@@ -215,10 +215,10 @@ def test_several_moved_keywords_join_options_that_are_given() -> None:
 
 def test_a_moved_keyword_that_is_the_default_is_to_be_left_out() -> None:
     """A default needs no replacement; next to another keyword it is named separately."""
-    with pytest.raises(ConfigError, match=r" Omit: warmups=1 \(the default\)$"):
+    with pytest.raises(ConfigError, match=r" Omit: warmups=1 \(default\)$"):
         refuse_moved({"warmups": 1})
     text = written_for(warmups=1, strict=True)
-    assert text == "options=RunnerOptions(strict=True)\nOmit: warmups=1 (the default)"
+    assert text == "options=RunnerOptions(strict=True)\nOmit: warmups=1 (default)"
 
 
 def test_keywords_that_did_not_move_pass() -> None:

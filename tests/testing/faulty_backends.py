@@ -60,7 +60,7 @@ class CallsAgainBackend(TapeBackend):
         return Graph(graph, replay=lambda: (run(), graph.replay()))
 
 
-@planted("test_outputs_keep_their_addresses", r"A replay changed ``outputs`` to another object")
+@planted("test_outputs_keep_their_addresses", r"A replay replaced the object in ``outputs``")
 class FreshOutputsBackend(TapeBackend):
     """``outputs`` returns a copy on every access."""
 

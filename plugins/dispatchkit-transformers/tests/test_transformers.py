@@ -654,7 +654,7 @@ def test_prompts_of_an_encoder_decoder_are_tokens_of_its_decoder():
         ({"prompt_size": (4,)}, UnknownNameError, "GraphDecoder has no setting .*prompt_sizes"),
         ({"axes": []}, UnknownNameError, "GraphDecoder has no setting .axes."),
         ({"max_num_tokens": 4}, UnknownNameError, "no setting .max_num_tokens.; its settings are"),
-        ({"max_graphs": 4}, ConfigError, "max_graphs cannot be passed as an argument of its own"),
+        ({"max_graphs": 4}, ConfigError, "max_graphs is not a separate argument"),
         ({"policy": "vlm"}, UnknownNameError, "policy .*Did you mean 'vllm'"),
         ({"backend": "cudda"}, UnknownNameError, "backend .*Did you mean 'cuda'"),
         ({"mode": "HALF"}, ConfigError, "mode"),
