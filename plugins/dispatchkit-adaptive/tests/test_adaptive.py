@@ -24,6 +24,7 @@ from dispatchkit import (
     load_plugins,
 )
 from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.keys import CaptureSizeWarning
 from dispatchkit.testing import PolicyTests
 
 from dispatchkit_adaptive import AdaptivePolicy, StateError
@@ -418,6 +419,17 @@ def test_times_that_make_no_sense_are_refused(what: Any, mode: RuntimeMode, us: 
         adaptive().record(what, mode, us)
 
 
+def test_a_batch_without_a_choice_has_another_error_than_an_unknown_batch() -> None:
+    policy = adaptive()
+    with pytest.warns(CaptureSizeWarning):
+        table = serve(policy, DispatchConfig(sizes=(64,), max_num_tokens=128))
+    table.dispatch(100)
+    with pytest.raises(ConfigError, match=r"was dispatched before, .*Dispatch the batch first"):
+        policy.record(Batch(99), RuntimeMode.NONE, 5.0)
+    with pytest.raises(ConfigError, match="may run both eager and with a graph"):
+        policy.record(table.batch(100), RuntimeMode.NONE, 5.0)
+
+
 def test_explain_names_arms_samples_and_margins() -> None:
     policy = adaptive()
     device = Device(serve(policy), 2.0, 900.0)
@@ -443,7 +455,9 @@ def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
     (report,) = policy.explain(untold)
     assert report.eager_up_to == 0
     assert f"-> {key(512)};" in str(report)  # not eager, which has no estimate
-    assert "eager: not measured" in str(report)
+    assert "eager: too few samples" in str(report)
+    assert str(report).startswith("500 to 512 tokens, mixed")
+    assert str(attrs.evolve(report, sizes=(1, 1))).startswith("1 token, mixed")
     device.calibrate()
     for _ in range(60):
         device.step(450)

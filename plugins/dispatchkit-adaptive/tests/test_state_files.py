@@ -92,6 +92,15 @@ def test_whatever_an_arm_has_learning_goes_on(
     AdaptivePolicy(plugins=PLUGINS).load(path)
 
 
+def test_a_file_above_the_limit_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = learnt().save(tmp_path / "state.json")
+    monkeypatch.setattr(state_module, "_MAX_BYTES", 1000)
+    with pytest.raises(StateError, match=r"is larger than 1,000 bytes"):
+        AdaptivePolicy(plugins=PLUGINS).load(path)
+
+
 def a_folder(path: Path) -> None:
     path.mkdir()
 

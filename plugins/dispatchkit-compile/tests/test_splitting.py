@@ -459,7 +459,7 @@ def test_operator_that_the_step_does_not_call_is_refused():
     """An operator that the step does not call cannot split it."""
     with pytest.raises(
         ConfigError,
-        match=r"No operation of the step matches .* The step calls .*splitting_test::attend",
+        match=r"No operation of the step matches .* The step contains .*splitting_test::attend",
     ):
         splitting.split_module(make_decoder(), INPUTS, at=["splitting_test::double"])
 
@@ -486,6 +486,10 @@ def test_step_that_is_all_eager_is_refused():
     """There must be a graph piece."""
     with pytest.raises(ConfigError, match=r"all operations of .* would run eager"):
         splitting.split_module(double, {"x": torch.zeros(4, 2)}, at=[double])
+    with pytest.raises(ConfigError, match="has no operation that can be captured in a piece"):
+        splitting.split_module(lambda x: x.view(-1), {"x": torch.zeros(4, 2)})
+    with pytest.raises(ConfigError, match="example contains no inputs"):
+        splitting.split_module(double, {})
 
 
 def test_branch_on_data_is_refused_with_its_line():

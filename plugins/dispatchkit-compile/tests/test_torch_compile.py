@@ -384,7 +384,7 @@ def test_batch_above_the_limit_runs_plainly():
     x = x_of(65)
     result, text = run_and_see_reason(compiled, x)
     assert torch.equal(result, x + 1)
-    assert "above_largest_size" in text
+    assert "the batch has 65 rows; the limit is 64. Pass a size of at least 65" in text
 
 
 def test_empty_batch_gives_an_empty_result():
@@ -397,9 +397,23 @@ def test_empty_batch_gives_an_empty_result():
 def test_strict_raises_in_place_of_running_plainly():
     """The strict option raises an error instead."""
     compiled = torch_compile.compile(lambda x: x[:, 1:], options=RunnerOptions(strict=True), **TAPE)
-    with pytest.raises(NoGraphError, match="output_aliases_input") as caught:
+    with pytest.raises(
+        NoGraphError, match=r"has no graph to run \(reason: output_aliases_input\).*strict=False"
+    ) as caught:
         compiled(x_of(4))
     assert caught.value.reason == PlainReason.OUTPUT_IS_INPUT
+
+
+def test_failure_in_the_code_of_a_piece_compiler_names_no_operation():
+    def fail(*args):
+        raise ValueError("broken kernel")
+
+    compiled = torch_compile.compile(
+        lambda x: x + 1, piece_compiler=lambda graph, fakes: fail, mode="NONE", **TAPE
+    )
+    with pytest.raises(ValueError, match="broken kernel"):
+        compiled(x_of(4))
+    assert "failed in the compiled code; to see the operation, omit" in str(compiled)
 
 
 def test_step_that_cannot_be_captured_runs_eager_and_says_where():
@@ -475,7 +489,7 @@ def test_rows_without_a_token_hold_the_fill():
     compiled = torch_compile.compile(step, fill={"x": 1.0}, options=options, **TAPE)
     assert torch.equal(compiled(torch.zeros(5, 2)), torch.full((5, 2), 3.0))
     with pytest.raises(
-        ConfigError, match=r"fill names .*does not have as a parameter. Its parameters are x"
+        ConfigError, match=r"fill contains 'y', but .* no such parameter. Its parameters are: x"
     ):
         torch_compile.compile(step, fill={"y": 1.0}, **TAPE)
     with pytest.raises(ConfigError, match="fill must be a dict"):
@@ -599,7 +613,7 @@ def test_facts_of_a_batch_end_with_their_block_and_are_a_thread_s_own():
         _ = 1 / 0
     assert current_facts() is None
     assert seen == [None]
-    with pytest.raises(UnknownNameError), batch_facts(ceiling="FUL"):
+    with pytest.raises(UnknownNameError, match=r"^ceiling must be"), batch_facts(ceiling="FUL"):
         pass
 
 
@@ -715,8 +729,10 @@ def test_batch_of_an_unknown_parameter_is_refused():
     with pytest.raises(ConfigError, match="tokens, slots"):
         torch_compile.compile(make_decoder(), batch={"token": 0})
     compiled = torch_compile.compile(lambda x: x + 1, batch={"x": 2}, **TAPE)
-    with pytest.raises(InputError, match="no dimension 2"):
+    with pytest.raises(InputError, match=r"no dimension 2.*got shape"):
         compiled(x_of(4))
+    with pytest.raises(ConfigError, match=r"batch\['x'\] must be a whole number, got 'rows'"):
+        torch_compile.compile(lambda x: x + 1, batch={"x": "rows"}, **TAPE)
     with pytest.raises(ConfigError, match="a module or a function"):
         torch_compile.compile(3)
 

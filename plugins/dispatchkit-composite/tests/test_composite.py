@@ -173,10 +173,16 @@ def test_an_answer_against_the_constraints_is_the_members_fault(answer: Any) -> 
     assert policy.members[0].suspended
 
 
-def test_repeated_faults_suspend_and_resuming_asks_again() -> None:
-    bad = Scripted(raises=ValueError("broken"))
+def test_repeated_faults_suspend_and_resuming_asks_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bad = Scripted(raises=ValueError("It is broken."))
     policy = CompositePolicy([Member("bad", bad, 9), Member("good", Scripted())], max_faults=2)
-    table = serve(policy)
+    with caplog.at_level(logging.WARNING, "dispatchkit.composite"):
+        table = serve(policy)
+    assert caplog.messages[-1].endswith(
+        "ValueError: It is broken. The member is suspended until you call resume('bad')."
+    )
     assert [(one.name, one.suspended, one.faults) for one in policy.members] == [
         ("bad", True, 2),
         ("good", False, 0),

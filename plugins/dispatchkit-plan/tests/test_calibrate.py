@@ -118,7 +118,7 @@ def test_eager_is_timed_at_its_size_and_a_replay_at_the_captured_one(tape, step)
     ("growth", "says"),
     [
         (0.0, "samples is at most 0.0% of their median"),
-        (0.002, "The samples vary: the interquartile range of a step's samples is "),
+        (0.002, "The samples vary: the interquartile range of a step's samples is up to "),
         (0.02, "The machine was busy"),
     ],
 )
@@ -155,7 +155,7 @@ def test_whole_graphs_and_pieces_are_told_apart(tape):
 def test_the_tape_says_that_it_is_no_device(tmp_path):
     model = calibrate(lambda rows: rows * 2, inputs=INPUTS, sizes=[1, 2], name="mine", **ON_TAPE)
     assert model.clock == "host"
-    assert "host clock, because there is no device" in model.source
+    assert "host clock, because the backend has no timing events" in model.source
     assert "tape" in model.source
     save_cost_model(model, tmp_path / "model.json")
     assert load_cost_model(tmp_path / "model.json") == model
@@ -402,7 +402,8 @@ def test_a_model_is_found_by_name_in_a_folder(tmp_path):
         (":decoder", "module:function"),
         ("no_such_module_here:decoder", "cannot find the module 'no_such_module_here'"),
         ("dispatchkit.demo.models:no_such", "no_such"),
-        ("math:tau", "returned an object of type float"),
+        ("math:tau", "'tau' is an object of type float"),
+        ("time:time", "The function returned an object of type float"),
     ],
 )
 def test_a_model_that_is_none_is_refused(model, message):

@@ -44,7 +44,8 @@ def band_of(batch: Batch, top: int, sizes: Sequence[int]) -> Band:
 
     Args:
         batch: A batch that may run eager.
-        top: Size of the smallest graph that can serve the batch; 0 if there is none.
+        top: Number of tokens of the smallest graph that covers the batch, or of all parts if only
+            several graphs together do; 0 if neither exists.
         sizes: All capture sizes, ascending.
     """
     index = bisect_left(sizes, top)
@@ -71,8 +72,9 @@ class Bucket:
         arms: All arms that can run the batches.
         eager: The eager arm; None if eager is not allowed.
         example: One batch of the bucket.
-        graph: The arm in use that replays graphs; None if all batches run eager.
-        limit: Number of tokens up to which eager is used.
+        graph: The arm for batches above ``limit``, which replays one or more graphs; None if all
+            batches run eager.
+        limit: Number of tokens up to which eager is used; may be infinite.
         sizes: Smallest and largest number of tokens among the batches decided so far.
         stale: Range of tokens whose cells may still hold an earlier decision; None if no cell does.
         waiting: Probes without an outcome yet: the batch and the arm, by number of tokens.

@@ -1,12 +1,12 @@
 """Estimate how long an arm takes, with a robust Kalman filter over the logarithm of its times.
 
-An arm is a way to run a step: a graph, or eager within one band of sizes. Its time follows a power
-law, ``log us = level + slope * log(tokens / top)``; a graph has no slope. The noise is a few per
-cent, but occasionally a step takes many times as long as usual. A sample that differs from the
-estimate by ``CLIP`` standard errors or more therefore does not move the estimate. The level is
-modeled as a random walk, so old samples lose weight. A *surprise* is the logarithm of the ratio of
-a sample to the expected time. ``Watch`` detects jumps of the level from the mean of the latest
-surprises.
+An arm is a way to run a step: with one or more graphs, or eager within one band of sizes. Its time
+follows a power law, ``log us = level + slope * log(tokens / top)``; graphs have no slope. The noise
+is a few per cent, but occasionally a step takes many times as long as usual. A sample that differs
+from the estimate by ``CLIP`` standard errors or more therefore does not move the estimate. The
+level is modeled as a random walk, so old samples lose weight. A *surprise* is the logarithm of the
+ratio of a sample to the expected time. ``Watch`` detects jumps of the level from the mean of the
+latest surprises.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
 #: Initial slope of a band (halfway between constant and proportional time) and its error.
 FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
 #: Numbers of latest surprises whose mean is tested, each with its square root. A mean of more than
-#: ``LIMIT`` standard errors indicates a jump. False alarms occur once in 20,000 samples; a large
-#: jump is detected after three samples.
+#: ``LIMIT`` standard errors indicates a jump. On average, one in 20,000 samples is a false alarm.
+#: Three samples detect a jump of at least ``CLIP`` standard errors, up to a factor of 2.5.
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 8, 16, 32, 64))
 LIMIT = 4.5
 #: A sample that differs from the estimate by a factor above 2.5 is usually an outlier. Its surprise
-#: counts as ``OUTLIER_EVIDENCE`` standard errors, so four in a row indicate a jump.
+#: counts only as ``OUTLIER_EVIDENCE`` standard errors, so only four in a row indicate a jump.
 OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
 #: Variance of the median of normal samples, relative to the variance of their mean.
 MEDIAN_VARIANCE = math.pi / 2.0
-#: Allowed values of an estimate read from disk: times of 1e-6 to 1e15 microseconds.
+#: Smallest and largest allowed values in a state file. Those of the level correspond to 1e-6 and
+#: 1e15 microseconds.
 RANGES = {
     "samples": (KNOWN, 10**15),
     "noise": (LEAST_NOISE, 10.0),
@@ -49,7 +50,7 @@ RANGES = {
 
 
 class Watch:
-    """A detector of jumps of a level that uses a likelihood ratio test on the latest surprises.
+    """A likelihood ratio test that detects jumps of the level from the latest surprises.
 
     The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If
     the mean over one of the ``WINDOWS`` is more than ``LIMIT`` standard errors from 0, the level
@@ -93,10 +94,11 @@ class Estimate:
     Attributes:
         samples: Number of measured times.
         noise: Relative standard deviation of a sample.
-        last_step: Number of the step that gave the last sample.
+        last_step: Number of the step in which the last sample was measured; set by the policy.
         surprise: Logarithm of the ratio of the last sample to the expected time.
         surprise_error: Standard error of ``surprise``.
-        is_odd: Whether the last sample alone is more than half of the evidence needed for a jump.
+        is_odd: Whether the last sample alone provides more than half of the evidence needed for a
+            jump.
     """
 
     def __init__(self, top: int, memory: int, *, over_tokens: bool) -> None:
@@ -138,13 +140,14 @@ class Estimate:
         return math.sqrt(self._var_level + off * (2.0 * self._covariance + off * self._var_slope))
 
     def weight(self, num_tokens: float) -> float:
-        """Return the number of samples whose mean, at this size, would be as precise."""
+        """Return the number of samples whose mean would be as precise as the expected time."""
         return (self.noise / self.error(num_tokens)) ** 2
 
     def largest(self, log_us: float) -> float:
-        """Return the largest number of tokens with an expected time of at most ``log_us``.
+        """Return the largest number of tokens with an expected time of at most ``exp(log_us)``.
 
-        Without a slope, return infinity if the level is at most ``log_us``, otherwise -infinity.
+        If the slope is not positive, return infinity if the level is at most ``log_us``, otherwise
+        -infinity.
         """
         off = log_us - self._level
         if self._slope <= 1e-3:
@@ -195,7 +198,11 @@ class Estimate:
         return 0.0
 
     def evidence(self, least_error: float) -> float:
-        """Return the last surprise in standard errors, clipped for jump detection."""
+        """Return the last surprise in standard errors, clipped for jump detection.
+
+        Args:
+            least_error: Lower bound of the standard error.
+        """
         if abs(self.surprise) > OUTLIER:
             return math.copysign(OUTLIER_EVIDENCE, self.surprise)
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
@@ -229,14 +236,18 @@ class Estimate:
             ValueError: A number is missing, out of range, or inconsistent with another.
         """
         if set(numbers) != set(self.numbers()):
-            raise ValueError(f"the fields of its estimate are {sorted(numbers)}")
+            given, wanted = ", ".join(sorted(numbers)), ", ".join(sorted(RANGES))
+            raise ValueError(f"the fields of its estimate are {given}, not {wanted}")
         for name, (least, most) in RANGES.items():
             value = numbers[name]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and least <= value <= most):  # false for NaN
-                raise ValueError(f"{name} is {value!r}")
+                raise ValueError(f"{name} is {value!r}, not a number from {least} to {most}")
         if numbers["covariance"] ** 2 > numbers["var_level"] * numbers["var_slope"] * (1 + 1e-6):
-            raise ValueError(f"covariance is {numbers['covariance']!r}")
+            covariance = numbers["covariance"]
+            raise ValueError(
+                f"covariance is {covariance!r}, too large for its var_level and var_slope"
+            )
         self.samples, self.noise = int(numbers["samples"]), float(numbers["noise"])
         self._level, self._slope = float(numbers["level"]), float(numbers["slope"])
         self._var_level = float(numbers["var_level"])

@@ -19,15 +19,16 @@ MAX_KEYS = 4096
 
 
 class LatencyPolicy:
-    """A policy that prefers the fastest mode for a key, and occasionally retries the others.
+    """A policy that prefers the fastest known mode for a key.
 
-    Keys and modes may be any hashable values. A mode is eager if its name is ``EAGER`` or
-    ``NONE``.
+    Keys and modes may be any hashable values. A mode is eager if its name is ``EAGER`` or ``NONE``,
+    in upper or lower case. Estimates are kept for the 4,096 keys that were recorded most recently.
 
     Args:
         history_size: Approximate number of latest latencies that determine an estimate, at least 8.
-        min_samples: Minimum number of latencies before a mode is compared with others.
-        retry_every: Interval, in calls per key, at which the slower choice is returned.
+        min_samples: Minimum number of latencies before a mode is compared with others, at least 1.
+        retry_every: For each key, one in this many calls of ``should_use_graph`` returns the slower
+            choice, so that its latency is measured again; at least 2.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -46,7 +47,7 @@ class LatencyPolicy:
         """Record a latency of a key in a mode; use the same unit in all calls.
 
         Raises:
-            ConfigError: The latency is not a number above 0.
+            ConfigError: The latency is not a finite number above 0.
         """
         if isinstance(latency, bool) or not math.isfinite(latency) or latency <= 0.0:
             raise ConfigError("latency", latency, "a finite number above 0")
@@ -58,7 +59,7 @@ class LatencyPolicy:
         arms.setdefault(mode, Estimate(1, self.history_size, over_tokens=False)).add(1, latency)
 
     def latency(self, key: Hashable, mode: Hashable) -> float | None:
-        """Return the expected latency; None if there are too few samples."""
+        """Return the expected latency; None if fewer than ``min_samples`` were recorded."""
         arm = self._arms.get(key, {}).get(mode)
         if arm is None or arm.samples < self.min_samples:
             return None
@@ -67,7 +68,8 @@ class LatencyPolicy:
     def should_use_graph(self, key: Hashable, graph_available: bool) -> bool:
         """Return whether a graph is available and eager is not known to be faster.
 
-        For each key, one in ``retry_every`` calls returns the slower choice.
+        Once the latencies of both are known, one in ``retry_every`` calls for a key returns the
+        slower choice.
         """
         if not graph_available:
             return False
@@ -85,7 +87,7 @@ class LatencyPolicy:
         return (graph <= eager) is not is_retry
 
     def select_mode(self, key: Hashable, available_modes: Collection[ModeT]) -> ModeT:
-        """Return a mode with too few samples if there is one, otherwise the fastest mode.
+        """Return a mode with too few latencies if there is one, otherwise the fastest mode.
 
         Raises:
             ConfigError: No modes are given.

@@ -1,11 +1,11 @@
-"""Account for time saved and lost against the base policy, and limit the time at risk.
+"""Account for time saved and lost relative to the base policy, and limit the time at risk.
 
-The policy promises that, at any time, all steps together have taken at most one per cent longer
-than with the base policy. Time lost in steps that differ from the base is paid from an account,
-which contains the loss that the promise allows and the time saved so far. An arm may become slower
-(or the base faster) at any time, and the policy notices only several measured steps later. The
-policy therefore leaves the base only if the account would cover a slowdown by ``DRIFT`` during
-these steps.
+The policy promises that, at any time, all steps together have taken only slightly longer (by
+default, at most one per cent) than with the base policy. Time lost in steps that differ from the
+base is paid from an account, which contains the loss that the promise allows and the time saved so
+far. An arm may become slower (or the base faster) at any time, and the policy notices only several
+measured steps later. The policy therefore leaves the base only if the account would cover a
+slowdown by a factor of ``DRIFT`` during these steps.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["DRIFT", "Ledger"]
 DRIFT = 1.5
 #: Number of measured steps until a change by a factor of ``DRIFT`` is noticed; see ``Watch``.
 NOTICED_AFTER = 4
-#: The allowance is computed from at least this many steps.
+#: With fewer steps, the allowance is computed as if there had been this many.
 GRACE = 200
-#: Share of the promise that is spent; the rest is a reserve for errors of the estimates.
+#: Share of the promise that may be spent; the rest is a reserve for errors of the estimates.
 PLANNED = 0.75
 #: Number of standard errors by which an arm must be faster than the arm in use.
 DOUBT = 1.5
@@ -68,7 +68,7 @@ class Ledger:
     def horizon(self, spacing: float = 0.0) -> float:
         """Return the number of steps until a change is noticed, at the given or current spacing."""
         spacing = spacing or self.spacing
-        late = spacing if spacing > 1.5 else 0.0  # an outcome waits for the next measured step
+        late = spacing if spacing > 1.5 else 0.0  # outcomes are processed in the next measured step
         return NOTICED_AFTER * spacing + late
 
     def probe_allowance(self) -> float:
@@ -82,7 +82,7 @@ class Ledger:
         previous outcome of this kind, because the unmeasured steps were decided in the same way.
         ``is_base`` says whether the outcome used the base's arm.
         """
-        # Steps before the first outcome were not decided by this policy.
+        # Steps before the first outcome may have been decided by another policy.
         passed = max(1, step - self._last_step) if step and self._last_step else 1
         self._last_step = max(step, self._last_step)
         self._unaccounted += passed
@@ -131,7 +131,9 @@ class Stakes:
         return change, -error * comfort / (1.0 + comfort)
 
     def cover(self, base_us: float, slack: float = 1.0) -> float:
-        """Return the least gain (a logarithm) with which the account covers a ``DRIFT`` slowdown.
+        """Return the smallest gain for which the account covers a slowdown by ``DRIFT``.
+
+        The gain is a logarithm.
 
         Args:
             base_us: Step time of the base's arm, in microseconds.

@@ -45,8 +45,8 @@ __all__ = ["CALIBRATION", "AdaptivePolicy"]
 PROBE_US = 25.0
 #: Regime of device times, for steps submitted ahead of the device. Used if host time is hidden.
 ALONE: Regime = ("device alone", True)
-#: Regime of times including host time, for steps submitted ahead of the device. Used if host time
-#: counts.
+#: Regime of times that include delays by the host, for steps queued behind earlier work. Used if
+#: host time counts.
 BUSY: Regime = ("device", True)
 #: Reason of the decisions in calibration runs.
 CALIBRATION = "calibration"
@@ -61,16 +61,18 @@ _PROOF_FROM = 0.8
 _COST_AT_ONCE = 0.25
 # Share of the account that a probe may cost if it verifies a jump that was seen in other arms.
 _VERIFYING_COST = 0.01
-# The pace stays 1 if fewer than this many steps pass from one measured step to the next.
+# The pace stays 1 if, at that pace, fewer than this many steps pass from one measured step to the
+# next.
 _WORTH_SAVING = 8.0
 # Minimum ratio of the allowance to the time at risk at which fewer steps are measured.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 # Number of consecutive outcomes in other regimes after which the latest regime becomes current.
 _REGIME_CHANGE = 8
-# Parts are tried instead of one graph if they compute at most this share of the graph's tokens.
+# If a single graph covers a batch, parts are considered too if they compute at most this share of
+# its tokens.
 _WORTH_SPLITTING = 0.75
-# Assumed time of an arm that was never measured, relative to the arm in use.
+# Assumed time of an arm with too few samples, relative to the arm in use.
 _UNKNOWN_COST = 3.0
 
 
@@ -80,11 +82,13 @@ class AdaptivePolicy:
     Args:
         base: The policy to start from and compare with: an object or a registered name.
         base_options: Options for a base that is given by name.
-        history_size: Approximate number of latest samples that determine an arm's estimate.
+        history_size: Approximate number of latest samples that determine an arm's estimate, at
+            least 8.
         margin: Smallest relative gain for which a choice is changed.
         promise: Largest share of time that may be lost compared with the base.
         explore: Share of time that probes may cost.
-        max_sizes: Number of graphs of each mode that are considered for a batch.
+        max_sizes: Maximum number of single graphs of each mode that are considered for a batch, the
+            smallest first.
         seed: Seed of the random variation in the spacing of probes.
         state: File of learned estimates, which ``save`` writes. An existing file is read at
             creation; if it is unusable, a warning is issued and learning starts from scratch.
@@ -94,7 +98,7 @@ class AdaptivePolicy:
             plugins are searched.
 
     Attributes:
-        ledger: The account of time saved and lost against the base.
+        ledger: The account of time saved and lost relative to the base.
         pace: Factor by which the interval between measured steps is currently longer than usual.
             It exceeds 1 if times have not changed for a while, and the account covers the loss
             until a slowdown is noticed.
@@ -150,8 +154,8 @@ class AdaptivePolicy:
         self._arms: dict[ArmId, Arm] = {}
         self._eager_watches: dict[Regime, Watch] = {}
         self._buckets: dict[Any, Bucket] = {}
-        # For each batch: the graphs for which the entry is valid, the base's decision, and the
-        # bucket. Learning changes the choice of a bucket, but not these entries.
+        # For each batch: the revision of the graphs for which the entry is valid, the base's
+        # decision, and the bucket. Learning changes the choice of a bucket, but not these entries.
         self._places: dict[Batch, tuple[object, Decision | None, Bucket | None]] = {}
         # All buckets, the most recently used last; and the buckets whose choice must be updated,
         # the next one last.
@@ -225,7 +229,8 @@ class AdaptivePolicy:
         if len(found) + may_be_eager < 2:
             return None
         if not own and not (base.key is None and may_be_eager):
-            return None  # a part before the last is not full, so the base has no arm
+            # A part before the last is not full, or eager is not allowed: the base has no arm.
+            return None
         kind = attrs.evolve(base, parts=()) if base.parts else base
         ident = (batch.allowed, kind, own, tuple(found), band)
         bucket = self._buckets.get(ident)
@@ -246,9 +251,10 @@ class AdaptivePolicy:
     def observe(self, outcome: Outcome) -> list[CellUpdate]:
         """Learn from a completed step; return updates of the dispatcher's table.
 
-        A step waits for this method, so each call does little. It updates one estimate and the
-        choice of the batch's bucket. It then does one more thing: renew the cells of that bucket,
-        send or withdraw a probe, or update the choice and cells of another bucket.
+        A step waits for this method, so each call does little. It updates the estimates of one arm
+        and the choice of the batch's bucket. It then does one more thing: renew the cells of that
+        bucket, send or withdraw a probe, or update the choice and cells of another bucket. Only if
+        eager became slower or faster, the estimates of all eager arms move.
         """
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         _, _, bucket = self._places.get(batch, (None, None, None))
@@ -320,7 +326,7 @@ class AdaptivePolicy:
 
         Raises:
             ConfigError: The time is invalid, key and mode do not match, the batch was not decided
-                before, or the batch may not run eager.
+                before, or it cannot run both eager and with a graph.
         """
         if not math.isfinite(latency_us) or latency_us <= 0.0:
             raise ConfigError("latency_us", latency_us, "a finite number of microseconds above 0")
@@ -335,9 +341,12 @@ class AdaptivePolicy:
             _, _, bucket = self._places.get(key, (None, None, None))
             arm = None if bucket is None else bucket.eager
             if arm is None:
-                raise ConfigError(
-                    "key", key, "a batch that was dispatched before and may run eager"
-                )
+                if key not in self._places:
+                    hint = "Dispatch the batch first, then record its times."
+                    raise ConfigError("key", key, "a batch that was dispatched before", hint)
+                hint = "Omit times of this batch: the policy has nothing to choose for it."
+                allowed = "a batch that may run both eager and with a graph"
+                raise ConfigError("key", key, allowed, hint)
         self._learn(arm, (clock, queued), key.num_tokens, latency_us)
         self._choose_later(arm)
         self._choose_all()
@@ -529,7 +538,7 @@ class AdaptivePolicy:
         if not arm.is_eager:
             return jump != 0.0
         # A cause that slows eager in one bucket (a busier host, a lower clock) slows eager in all
-        # buckets. Small changes, within the initial noise, affect only one band.
+        # buckets. Small changes, within the initial noise, are attributed to one band only.
         watch = self._eager_watches.setdefault(regime, Watch())
         shared, count = watch.add(estimate.evidence(FIRST_NOISE), estimate.surprise)
         if not count:
@@ -580,7 +589,7 @@ class AdaptivePolicy:
         before: float | None,
         us: float,
     ) -> None:
-        """Add the steps that an outcome represents to the account against the base."""
+        """Add the steps that an outcome represents to the account."""
         ledger, size, is_base = self.ledger, outcome.batch.num_tokens, arm is bucket.base_arm
         steps = ledger.steps_for(outcome.step, one_shot=outcome.decision.one_shot, is_base=is_base)
         if outcome.decision.reason == PROBE:
@@ -636,8 +645,8 @@ class AdaptivePolicy:
         soon = _at_risk_us(bucket) + self.ledger.horizon() * now_us * (1.0 - 1.0 / DRIFT)
         base = bucket.base_arm.estimates.get(regime)
         if base is not None and bucket.base_arm is not current:
-            # Probe the base before the account is used up, and expensive probes later than cheap
-            # probes.
+            # Probe the base before the account is used up, and at sizes where the probe is
+            # expensive later than at sizes where it is cheap.
             behind = math.expm1(base.log_us(size) - now.log_us(size))
             if soon > account * min(1.0, _PROOF_FROM + behind):
                 return bucket.send_probe(batch, bucket.base_arm)

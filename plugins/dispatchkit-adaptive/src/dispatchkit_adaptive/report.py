@@ -23,13 +23,13 @@ class ArmReport:
 
     Attributes:
         arm: The arm's name: eager, or its graphs.
-        samples: Number of measured times.
-        median_us: Expected time in microseconds for the largest batch of the bucket; None if
-            unknown.
-        error: Relative standard error of ``median_us``.
+        samples: Number of measured times; 0 if there are too few for ``median_us``.
+        median_us: Expected time in microseconds for the largest batch of the bucket; None if there
+            are too few samples.
+        error: Relative standard error of ``median_us``; 1 if that is None.
         margin: Time relative to the arm in use, minus 1: positive if slower, negative if faster,
             None if unknown.
-        age: Number of steps since the arm's last sample.
+        age: Number of steps since the arm's last sample; 0 if ``median_us`` is None.
     """
 
     arm: str
@@ -50,7 +50,7 @@ class BucketReport:
         base: The base policy's decision.
         graph: The graph or graphs in use, as text; empty if there are none.
         eager_up_to: Number of tokens up to which eager is used; 0 if it is not used.
-        arms: Reports on the arms, starting with the arm in use.
+        arms: Reports on the arms, starting with the arm in use for the largest batch.
         last_probe: Step of the last probe with an outcome; 0 if there was none.
     """
 
@@ -65,6 +65,7 @@ class BucketReport:
     def __str__(self) -> str:
         low, high = self.sizes
         graph = self.graph or "nothing"
+        sizes = counted(high, "token") if low == high else f"{low:,} to {counted(high, 'token')}"
         if self.eager_up_to < low:
             choice = graph
         elif self.eager_up_to >= high:
@@ -72,13 +73,13 @@ class BucketReport:
         else:
             choice = f"eager up to {counted(self.eager_up_to, 'token')}, then {graph}"
         lines = [
-            f"{low} to {high} tokens, {self.kind}; base policy: {self.base}",
+            f"{sizes}, {self.kind}; base policy: {self.base}",
             f"-> {choice}; last probe: "
             + (f"step {self.last_probe}" if self.last_probe else "none"),
         ]
         for one in self.arms:
             if one.median_us is None:
-                lines.append(f"   {one.arm}: not measured under the current conditions")
+                lines.append(f"   {one.arm}: too few samples to compare")
                 continue
             gap = ""
             if one.margin:
@@ -121,7 +122,7 @@ def describe(bucket: Bucket, known: Mapping[Arm, Estimate], step: int) -> Bucket
 
 
 def _kind(batch: Batch) -> str:
-    """Return the kind of a batch as text: uniform or mixed, its axes, and its allowed modes."""
+    """Return the kind of a batch as text, with its adapters, axes and allowed modes."""
     parts = [f"uniform={batch.query_len}" if batch.uniform else "mixed"]
     if not batch.uniform and batch.max_query_len is not None:
         parts.append(f"max_query_len={batch.max_query_len}")

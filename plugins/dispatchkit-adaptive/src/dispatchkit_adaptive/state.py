@@ -29,11 +29,11 @@ class StateError(DispatchkitError, ValueError):
 
 
 def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
-    """Return the properties that measured times depend on: device, driver, torch and model.
+    """Return the device, CUDA version, torch version and model, on which measured times depend.
 
     Args:
         model: Any name for the model.
-        device: Index of the CUDA device.
+        device: Index of the CUDA device; without CUDA, the device is ``cpu``.
     """
     import torch
 
@@ -75,7 +75,11 @@ def read_state(
     try:
         with path.open("rb") as stream:
             raw = stream.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise StateError(f"{path} is larger than {_MAX_BYTES:,} bytes. {_NEXT_STEP}")
         data = json.loads(raw)
+    except StateError:
+        raise
     except OSError as error:
         raise StateError(f"Cannot read {path}: {error.strerror or error}. {_NEXT_STEP}") from error
     except (ValueError, RecursionError) as error:
@@ -85,7 +89,7 @@ def read_state(
     if data.get("version") != VERSION:
         raise StateError(
             f"{path} has format version {data.get('version')!r}; only version {VERSION} can "
-            "be read. The next save replaces it."
+            "be read. To replace it, pass its path to save()."
         )
     body = {"fingerprint": data.get("fingerprint"), "arms": data.get("arms")}
     if data.get("digest") != _digest(body):
@@ -95,7 +99,7 @@ def read_state(
     if body["fingerprint"] != dict(fingerprint):
         raise StateError(
             f"The estimates in {path} were learned for the fingerprint {body['fingerprint']}, "
-            f"not for {dict(fingerprint)}. Use one file per fingerprint."
+            f"not for {dict(fingerprint)}. Use a separate file for each fingerprint."
         )
     try:
         read = []

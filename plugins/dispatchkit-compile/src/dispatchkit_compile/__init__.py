@@ -1,6 +1,6 @@
-"""Splitting of models into graph and eager pieces, and a ``torch.compile`` backend.
+"""Split models into graph and eager pieces, directly or in a ``torch.compile`` backend.
 
-Names are imported on first use, so code that only marks a model does not import Dynamo.
+Names are imported on first use, so importing this package does not import Dynamo.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ _INDUCTOR_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraph
 _MISPLACED = {
     "skip_guards": "Use dispatchkit_compile.compile(skip_guards=True), or pass "
     "guard_filter_fn=torch.compiler.skip_all_guards_unsafe in the options of torch.compile.",
-    "dynamic": "Pass it to torch.compile itself, or call dispatchkit_compile.compile, which "
-    "marks only the batch dimension as dynamic.",
-    "fullgraph": "Pass it to torch.compile itself.",
+    "dynamic": "Pass it to torch.compile itself, outside `options`, or omit it: "
+    "dispatchkit_compile.compile marks only the batch dimension as dynamic.",
+    "fullgraph": "Pass it to torch.compile itself, outside `options`.",
     "backend": "To select the capture backend, use the option device_backend.",
 }
 
@@ -64,7 +64,8 @@ def _compiler(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
 
     known = [name for name in list_backends(exclude_tags=()) if name != "dispatchkit"]
     if not isinstance(value, str) or value not in known:
-        raise UnknownNameError("piece_compiler", str(value), known)
+        hint = "A function that compiles a graph is also allowed."
+        raise UnknownNameError("piece_compiler", value, known, hint)
 
 
 def _runner_options(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -85,7 +86,8 @@ class CompileOptions:
             writes a buffer or cache: choose values for which the writes of padding rows are
             harmless, or pass ``{}`` if padding rows write nothing.
         sizes: Capture sizes in rows; derived from ``max_num_tokens`` by default.
-        max_num_tokens: Largest batch that graphs serve; larger batches run eager.
+        max_num_tokens: Largest batch that graphs serve; larger batches run eager. By default, the
+            largest of ``sizes``, or 512 if neither is given.
         policy: The policy of the runner, or its name.
         device_backend: The capture backend: ``auto``, a name or an instance.
         outputs: ``owned`` (results belong to the caller) or ``view`` (results are valid until the
@@ -93,8 +95,8 @@ class CompileOptions:
         lazy: Whether to capture each size when it is first needed. If False, the first call
             captures all sizes.
         piece_compiler: Compiler of the graph pieces: ``"inductor"``, the name of another
-            ``torch.compile`` backend, or a function of a graph and the fake values of its
-            arguments.
+            ``torch.compile`` backend, or a function that takes a graph and the fake values of its
+            arguments and returns a callable. By default, pieces are not compiled.
         options: Further settings of the runner. With ``strict``, a step that no graph can serve
             raises an error.
         name: Prefix of graph names in messages, followed by a number.

@@ -1,8 +1,9 @@
 """One Dynamo graph, run by a GraphRunner.
 
-Dynamo passes tensors of the exact size. The batched tensors go to the runner, which decides,
-pads, replays and trims. A step runs eager, and is counted by reason, if the graph cannot be
-captured or was compiled for other arguments.
+Dynamo passes tensors of the exact size. The inputs go to the runner, which chooses a captured
+graph, pads the inputs to its size, replays it, and returns the rows of the batch. A step runs
+eager, and is counted by reason, if the graph cannot be captured or was compiled for other
+arguments.
 """
 
 from __future__ import annotations
@@ -37,27 +38,31 @@ from dispatchkit_compile.facts import current_facts
 from dispatchkit_compile.graph_arguments import PlainReason, read_arguments
 from dispatchkit_compile.piece_compilers import piece_compiler
 from dispatchkit_compile.split import SplitRules, split_graph
+from dispatchkit_compile.stages import COMPILED_CODE
 from dispatchkit_compile.tracing import example_of
 
 __all__ = ["CompiledGraph"]
 
-#: Number of times that held tensors (weights, buffers, caches) may be replaced before the graph
-#: runs eager permanently.
+#: Number of times that held tensors (weights, buffers, caches) may be replaced. After that, steps
+#: with other tensors run eager.
 MAX_REBINDS = 8
 
 _NEXT_STEPS = {
     PlainReason.GRADIENTS: "Graphs do not record gradients: call the model under "
     "torch.no_grad() or torch.inference_mode().",
+    PlainReason.INPUT_CHANGED: "Compile the model separately for such arguments.",
     PlainReason.INPUT_WRITTEN: "Clone the argument before writing to it, or register it as a "
     "buffer of the module.",
     PlainReason.OUTPUT_IS_INPUT: "Return a copy of the argument (.clone()).",
-    PlainReason.SEVERAL_DIMS: "Mark only the batch dimension as dynamic.",
-    PlainReason.NOTHING_TO_CAPTURE: "Remove rules from the option `at`, so that some "
-    "operations are captured.",
+    PlainReason.SEVERAL_DIMS: "Only the batch dimension may be dynamic: mark the others with "
+    "torch._dynamo.mark_static(argument, dim) before each call.",
+    PlainReason.NOTHING_TO_CAPTURE: "Remove rules from the option `at`, or operations from "
+    "eager_region blocks, if there are any.",
     PlainReason.FILL_UNKNOWN: "Set the option `fill` to argument values with which the "
     "writes of padding rows are harmless, such as fill={'slots': sink}, or to {} if padding rows "
     "write nothing.",
-    PlainReason.HELD_MOVED: "Update the tensors in place instead of replacing them.",
+    PlainReason.HELD_MOVED: "Update weights, buffers and caches in place instead of replacing "
+    "them.",
     PlainReason.LAYOUT: "Pass a contiguous tensor.",
     PlainReason.ODD_ARGUMENT: "Pass the argument as a tensor.",
     PlainReason.NO_BATCH: "Pass a tensor that has a batch dimension.",
@@ -75,7 +80,8 @@ class CompiledGraph:
     Attributes:
         name: Name of the graph.
         options: The options of the backend.
-        pieces: The pieces of the graph; a single graph piece if it was not split.
+        pieces: The pieces of the graph; a single graph piece if it was not split, and empty if
+            ``plain`` is set.
         runner: The runner; None before the first step.
         plain: The reason why all steps run eager, as (reason, explanation); None if the graph can
             be captured.
@@ -138,31 +144,50 @@ class CompiledGraph:
         try:
             num_rows, _ = inputs.check(tensors)
         except InputError as error:
-            return self._run_plainly(PlainReason.INPUT_CHANGED, args, str(error))
-        if num_rows > runner.config.max_num_tokens:
-            return self._run_plainly("above_largest_size", args)
+            # The rest of the error suggests changing a declaration, which users do not write here.
+            problem = str(error).partition(". ")[0]
+            return self._run_plainly(PlainReason.INPUT_CHANGED, args, problem)
         if self._arguments.num_rows not in (None, num_rows):
             return self._run_plainly(
                 PlainReason.INPUT_CHANGED,
                 args,
                 f"it was compiled for {counted(self._arguments.num_rows, 'row')}, got {num_rows:,}",
             )
+        if num_rows > runner.config.max_num_tokens:
+            problem = self._too_large(num_rows, runner.config.max_num_tokens)
+            return self._run_plainly("above_largest_size", args, problem)
         facts = current_facts()
         if facts is not None:
             return runner(*tensors, **facts.for_graph(num_rows))
         return runner(*tensors)
 
     def _run_plainly(self, reason: str, args: Sequence[Any], why: str = "") -> Any:
-        """Run the Dynamo graph eager and count the step; warn once for each reason."""
-        if self.options.options.strict or self._once.first(reason):
+        """Run the Dynamo graph eager and count the step; warn once for each reason.
+
+        Raises:
+            NoGraphError: ``strict`` is set.
+        """
+        is_strict = self.options.options.strict
+        if is_strict or self._once.first(reason):
             next_step = _NEXT_STEPS.get(reason, "")
-            text = f"{self.name} runs eager (reason: {reason})"
-            text = f"{text}{f': {why}' if why else ''}. {next_step}".strip()
-            if self.options.options.strict:
-                raise NoGraphError(text, reason=reason)
+            what = "has no graph to run" if is_strict else "runs eager"
+            text = f"{self.name} {what} (reason: {reason})"
+            text = f"{text}{f': {why}' if why else ''}".removesuffix(".") + f". {next_step}"
+            text = text.strip()
+            if is_strict:
+                then = "Set strict=False in the RunnerOptions to run such steps eager."
+                raise NoGraphError(f"{text} {then}", reason=reason)
             warnings.warn(f"{text} Warned once.", EagerStepWarning, stacklevel=3)
         self._plain_steps[reason] += 1
         return self._graph(*args)
+
+    def _too_large(self, num_rows: int, limit: int) -> str:
+        """Return the limit that a batch exceeds, and how to raise it."""
+        more = ", and raise `max_num_tokens`" if self.options.max_num_tokens is not None else ""
+        return (
+            f"the batch has {counted(num_rows, 'row')}; the limit is {limit:,}. Pass a size of at "
+            f"least {num_rows:,} in the option `sizes`{more}"
+        )
 
     # -- setup --------------------------------------------------------------------------
 
@@ -173,7 +198,7 @@ class CompiledGraph:
             return None
         return (
             PlainReason.FILL_UNKNOWN,
-            "it writes to " + counted(len(arguments.written), "tensor") + " that outlive the step",
+            "it writes to tensors that outlive the step (weights, buffers or caches)",
         )
 
     def _make_backend(self) -> GraphBackend:
@@ -214,7 +239,7 @@ class CompiledGraph:
         except ConfigError as error:
             if error.setting != "at":
                 raise
-            self.plain = (PlainReason.NOTHING_TO_CAPTURE, "all operations would run eager")
+            self.plain = (PlainReason.NOTHING_TO_CAPTURE, "it has no operation to capture")
             return []
         level = self.options.support
         return [
@@ -309,7 +334,12 @@ class CompiledGraph:
         ]
         for piece in self.pieces:
             failed_at = getattr(piece.fn, "failed_at", "")
-            if failed_at:
+            if failed_at == COMPILED_CODE:
+                lines.append(
+                    f"{piece.name} failed in {failed_at}; to see the operation, omit the option "
+                    "`piece_compiler`"
+                )
+            elif failed_at:
                 lines.append(
                     f"{piece.name} failed at {failed_at}; to run this operation eager and capture "
                     "the others, add it to the option `at`"
@@ -319,7 +349,7 @@ class CompiledGraph:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<CompiledGraph {self.name}, {len(self.pieces)} pieces>"
+        return f"<CompiledGraph {self.name}, {counted(len(self.pieces), 'piece')}>"
 
 
 def _getter(places: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:

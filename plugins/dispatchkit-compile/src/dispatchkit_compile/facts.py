@@ -14,7 +14,7 @@ __all__ = ["BatchFacts", "batch_facts", "current_facts"]
 
 
 def _ceiling(value: RuntimeMode | str) -> RuntimeMode:
-    return RuntimeMode.parse(value)
+    return RuntimeMode.parse(value, "ceiling")
 
 
 @attrs.frozen
@@ -30,7 +30,7 @@ class BatchFacts:
         ceiling: Highest runtime mode that the batch may run in.
 
     Raises:
-        ModeError: ``ceiling`` is a combination of two modes.
+        ModeError: ``ceiling`` is a pair of two runtime modes.
         UnknownNameError: ``ceiling`` is not a mode.
     """
 
@@ -42,7 +42,8 @@ class BatchFacts:
     def for_graph(self, num_rows: int) -> dict[str, int]:
         """Return the arguments of the runner's call.
 
-        ``num_reqs`` is limited to ``num_rows``, because a later graph may have fewer rows.
+        ``num_reqs`` is limited to ``num_rows``, because a later graph of the model may have fewer
+        rows.
         """
         return {
             "num_reqs": min(self.num_reqs, num_rows),
@@ -74,7 +75,7 @@ def batch_facts(
     The arguments are those of ``BatchFacts``. The previous ``BatchFacts`` are restored on exit.
 
     Raises:
-        ModeError: ``ceiling`` is a combination of two modes.
+        ModeError: ``ceiling`` is a pair of two runtime modes.
         UnknownNameError: ``ceiling`` is not a mode.
     """
     token = _current.set(facts := BatchFacts(num_reqs, uniform, loras, ceiling))

@@ -192,7 +192,7 @@ def _dynamic_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set[int]]:
-    """Return the positions of arguments that the graph writes, and that its results alias.
+    """Return the positions of the written arguments, and of those that results alias.
 
     The graph runs once on fake tensors, which have shapes and storages but no data.
     """

@@ -25,7 +25,7 @@ class SplitRules:
     """Rules that select the operations to run eager between graphs.
 
     Args:
-        at: Operators, modules, classes and functions, as objects or names.
+        at: Operators, module classes and functions, as objects or names, and paths of modules.
 
     Attributes:
         given: The rules that were passed as ``at``.
@@ -66,12 +66,12 @@ class SplitRules:
                 near = nearest_names(one, torch._C._dispatch_get_all_op_names())
                 near += nearest_names(one, filter(None, map(function_name, graph.graph.nodes)))
                 raise UnknownNameError("split point", one, {*names, *near})
-            called = ", ".join(sorted(names)) or "only torch operators"
+            found = ", ".join(sorted(names)) or "only torch operators"
             raise ConfigError(
                 "at",
                 str(one),
                 "operations of the step",
-                f"Remove it from `at`. The step calls {called}.",
+                f"Remove it from `at`. The step contains {found}.",
                 message=f"No operation of the step matches {str(one)!r} in `at`.",
             )
 
@@ -88,9 +88,7 @@ def op_name(node: fx.Node) -> str | None:
 
 
 def node_support(node: fx.Node) -> tuple[AttentionSupport, str]:
-    """Return the batches that a node may be captured for, and the operator or class that limits
-    them.
-    """
+    """Return the support level of a node, and the operator or module class that limits it."""
     name = op_name(node)
     found = limited_support(name, [kind for _, kind in _modules_of(node)])
     return found if found is not None else (AttentionSupport.ALWAYS, "")

@@ -62,7 +62,7 @@ def split_module(
     including weights, are read in every step.
 
     Args:
-        step: A function or module, called with the inputs as keywords.
+        step: A function or module, called with the inputs as keyword arguments.
         example: A tensor or a ``StaticInput`` for each input. A StaticInput declares its batch
             dimension. Tensors are batched in dimension 0 if they have the length of the first
             tensor.
@@ -70,16 +70,18 @@ def split_module(
             operators that cannot be captured for every batch. Entries are operators (objects, or
             names such as ``"vllm::attention"``), modules (paths, path patterns, classes or class
             names), and functions or tensor methods (objects or names).
-        device: Device of inputs declared by a StaticInput; by default the device of the weights.
+        device: Device of inputs declared by a StaticInput; by default, the device of the first
+            tensor in ``example``, or of the weights.
 
     Raises:
         UnknownNameError: A name in ``at`` is unknown; the error suggests similar names.
-        ConfigError: An entry of ``at`` does not occur in the step, or the whole step is eager.
+        ConfigError: An argument is invalid, an entry of ``at`` does not occur in the step, or no
+            operation is left to capture.
         CaptureError: The step cannot be traced as one graph for all sizes.
     """
     rules = SplitRules(at)
     if not isinstance(example, Mapping):
-        hint = "Write {'x': torch.zeros(4, 16)}, for example."
+        hint = "For example, pass {'x': torch.zeros(4, 16)}."
         raise ConfigError("example", example, "a dict of tensors by input name", hint)
     given = dict(example)
     tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
@@ -125,12 +127,20 @@ def split_graph(
     """
     parts = _parts(traced.graph.graph, rules)
     if not any(part.is_graph for part in parts):
+        message = f"With the rules in `at`, all operations of {name!r} would run eager."
+        hint = "Remove a rule, so that some operations are captured."
+        if not rules.given:
+            message = f"{name!r} has no operation that can be captured in a piece."
+            hint = (
+                "Leave an operation that launches a kernel outside of eager_region blocks, or run "
+                "the step without splitting it."
+            )
         raise ConfigError(
             "at",
             [str(rule) for rule in rules.given],
             "a list of rules that leaves at least one operation to capture",
-            "Remove a rule, so that some operations are captured.",
-            message=f"With the rules in `at`, all operations of {name!r} would run eager.",
+            hint,
+            message=message,
         )
     return list(_Builder(traced, name, compile_piece, held).pieces(parts))
 
@@ -185,14 +195,14 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
     for part in parts:
         before = merged[-1] if merged else None
         if before is not None and before.is_graph:
-            # Move leading allocations of an eager part into the graph before it. Results that
-            # operators write there then have fixed addresses and need no copy.
+            # Move the leading allocations and views of a part into the graph before it. Results
+            # that eager operators write to allocations then have fixed addresses and need no copy.
             while part.nodes and not _launches(part.nodes[0]):
                 before.nodes.append(part.nodes.pop(0))
             if not part.nodes:
                 continue
         elif before is not None and not any(map(_launches, before.nodes)):
-            # The previous part contains only size computations and checks.
+            # The previous part launches no kernels (size computations, views), so extend it.
             before.is_graph = part.is_graph
             before.nodes += part.nodes
             continue
@@ -206,7 +216,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
 
 
 class _Builder:
-    """A builder of the pieces of a split step, from its parts."""
+    """Builder of the pieces of a split step."""
 
     def __init__(
         self,

@@ -16,7 +16,10 @@ from dispatchkit.execute import declare_bookkeeping
 from dispatchkit_compile.rules import function_name, op_name
 from dispatchkit_compile.tracing import Input, Role, Size
 
-__all__ = ["Stage", "source_of"]
+__all__ = ["COMPILED_CODE", "Stage", "source_of"]
+
+#: The place of an error in code of a piece compiler, whose operations are unknown.
+COMPILED_CODE = "the compiled code"
 
 
 def source_of(role: Role) -> tuple[str, Any]:
@@ -32,7 +35,8 @@ def source_of(role: Role) -> tuple[str, Any]:
 class Stage:
     """The callable of a piece.
 
-    It gathers the arguments, runs the operations, and returns the values that later pieces need.
+    It gathers the arguments, runs the operations, and returns the values that later pieces need, or
+    the step's result if it is the last piece.
 
     Args:
         name: Name of the piece in messages.
@@ -46,7 +50,8 @@ class Stage:
         returns: The source of each returned value.
         spec: The structure of the step's result in the last piece; None in other pieces.
         unused_inputs: Inputs of the step that no piece reads; the first piece accepts them.
-        failed_at: The operation that raised last, with its line in the user's code.
+        failed_at: The operation that raised last, with its line in the user's code; empty if none
+            raised.
     """
 
     module: torch.fx.GraphModule
@@ -129,7 +134,7 @@ def locate_error(error: BaseException, module: fx.GraphModule) -> str:
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
     if trace is None:
-        return "the compiled code"
+        return COMPILED_CODE
     line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
     name = line.partition(" ")[0].rstrip(":;")
     for node in module.graph.nodes:

@@ -1,8 +1,8 @@
-"""A ``torch.compile`` backend that runs models through captured graphs.
+"""A ``torch.compile`` backend that runs models with captured graphs.
 
-The entry point ``torch_dynamo_backends`` registers the backend for ``torch.compile(model,
-backend="dispatchkit", options={...})``. ``compile`` in this module also marks the batch dimension,
-so that one compilation serves every size.
+An entry point in the group ``torch_dynamo_backends`` registers the backend for
+``torch.compile(model, backend="dispatchkit", options={...})``. ``compile`` in this module also
+marks the batch dimension, so that one compilation serves every size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from dispatchkit.errors import ConfigError, InputError
-from dispatchkit.keys import check_flag
+from dispatchkit.keys import check_count, check_flag
 
 from dispatchkit_compile.compile_options import CompileOptions
 from dispatchkit_compile.compiled_graph import CompiledGraph
@@ -116,9 +116,9 @@ def compile(  # noqa: A001 - as torch.compile is called
     Args:
         model: A module or function of tensors.
         batch: The batch dimension of each argument, by parameter name; None for an argument that
-            is not batched. By default, tensors are batched in dimension 0 if they have the length
-            of the first tensor.
-        fullgraph: Whether to raise an error if the model would be split into several graphs.
+            is not batched, the default for arguments that are not listed. If ``batch`` is omitted,
+            tensors are batched in dimension 0 if they have the length of the first tensor.
+        fullgraph: Whether to raise an error if Dynamo cannot compile the model as a single graph.
         skip_guards: Whether to skip Dynamo's guards after the first call. Types, shapes and
             non-tensor arguments are still compared. Other values that the model's Python code
             reads, such as attributes and globals, must not change.
@@ -137,9 +137,9 @@ class CompiledModel:
     Attributes:
         model: The original model.
         backend: The backend that compiles the model.
-        num_uncompiled: Number of calls that ran the original model. With skipped guards, these are
-            the calls whose arguments differ from those of the first call in more than values and
-            sizes.
+        num_uncompiled: Number of calls that ran the original model. These calls occur only with
+            ``skip_guards``: they differ from the first call in more than the values and sizes of
+            tensors, for example in a dtype, a number, or the training mode.
     """
 
     model: Callable[..., Any]
@@ -156,14 +156,15 @@ class CompiledModel:
         if not callable(model):
             raise ConfigError("model", model, "a module or a function")
         if batch is not None and not isinstance(batch, Mapping):
-            hint = "Write {'x': 0}, for example."
+            hint = "For example, pass {'x': 0}."
             raise ConfigError("batch", batch, "a dict of dimensions by parameter name", hint)
+        batch = None if batch is None else {name: _dim(dim, name) for name, dim in batch.items()}
         check_flag(fullgraph, "fullgraph")
         check_flag(skip_guards, "skip_guards")
         self.model, self.backend = model, backend
         self.__wrapped__ = model  # for ``inspect``, and for runners whose step calls this object
         self.num_uncompiled: int = 0
-        self._batch = None if batch is None else dict(batch)
+        self._batch = batch
         self._signature = inspect.Signature()
         fill = backend.options.fill
         if batch or fill:
@@ -176,9 +177,9 @@ class CompiledModel:
                         setting,
                         unknown,
                         "a dict whose keys are parameters of the model",
-                        f"Its parameters are {', '.join(known)}.",
-                        message=f"{setting} names {', '.join(map(repr, unknown))}, which the model "
-                        "does not have as a parameter.",
+                        f"Its parameters are: {', '.join(known)}.",
+                        message=f"{setting} contains {', '.join(map(repr, unknown))}, but the "
+                        "model has no such parameter.",
                     )
         self._skip_guards = skip_guards
         self._first_facts: Any = None
@@ -222,8 +223,9 @@ class CompiledModel:
             if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
                 raise InputError(
                     name,
-                    f"Argument {name!r} has no dimension {dim}, which batch declares as its batch "
-                    f"dimension; got {_shape_or_type(value)}.",
+                    f"Argument {name!r} has no dimension {dim}, which `batch` declares as its "
+                    f"batch dimension; got {_shape_or_type(value)}. Compile the model with another "
+                    "dimension in `batch`, or None if the argument is not batched.",
                 )
             mark_batch(value, dim % value.dim())
 
@@ -260,7 +262,13 @@ _COMPARABLE = (int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def _shape_or_type(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"shape {tuple(value.shape)}"
+    return f"an object of type {type(value).__name__}"
+
+
+def _dim(value: Any, name: str) -> int | None:
+    return None if value is None else check_count(value, f"batch[{name!r}]", minimum=None)
 
 
 def _fact(value: Any) -> Any:

@@ -94,7 +94,7 @@ def trace(
     """Trace a step once for all sizes of its batch.
 
     Args:
-        step: A function or module, called with the inputs as keywords.
+        step: A function or module, called with the inputs as keyword arguments.
         example: One tensor for each input, with any values.
         batch_dims: The batch dimension of each batched input.
 
@@ -125,8 +125,8 @@ def trace(
     changed = _restore_python_state(before)
     if changed:
         raise CaptureError(
-            f"The step sets {', '.join(changed)}, but a replay runs no Python code and would leave "
-            "the old value. Update a tensor in place, or return the value.",
+            f"The step sets {', '.join(changed)}, which a replay would not do, because it runs no "
+            "Python code. Instead, update a tensor in place, or return the value.",
             reason="python_effects",
         )
     if not seen:
@@ -142,8 +142,8 @@ def trace(
     lost = set(range(len(results))) - {leaf.index for leaf in leaves if isinstance(leaf, Result)}
     if lost:
         raise CaptureError(
-            f"The step returns a {type(returned).__name__}, which torch cannot flatten. Return "
-            "tensors, lists, tuples or dicts, or register the type with "
+            f"The step returns an object of type {type(returned).__name__}, which torch cannot "
+            "flatten. Return tensors, lists, tuples or dicts, or register the type with "
             "torch.utils._pytree.register_dataclass.",
             reason="not_traceable",
         )
@@ -321,11 +321,15 @@ def batch_dims_of(specs: Mapping[str, Any]) -> dict[str, int]:
     """
     dims = {name: spec.batch_dim for name, spec in specs.items() if spec.batch_dim is not None}
     if not dims:
+        names = ", ".join(sorted(specs))
+        message = f"No input in example ({names}) has a batch dimension."
         raise ConfigError(
             "example",
             sorted(specs),
             "a dict with at least one input that has a batch dimension",
-            "Declare the batch dimension of an input with StaticInput.",
-            message=f"No input in example ({', '.join(sorted(specs))}) has a batch dimension.",
+            "Declare the batch dimension of an input with StaticInput."
+            if specs
+            else "For example, pass {'x': torch.zeros(4, 16)}.",
+            message=message if specs else "example contains no inputs.",
         )
     return dims

@@ -142,7 +142,8 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
     """Return the members listed in ``[[tool.dispatchkit.composite.members]]`` of a file.
 
     Raises:
-        ConfigError: The file cannot be read, or lists no members.
+        ConfigError: The file cannot be read, is not valid TOML, lists no members, or lists an
+            invalid member.
     """
     name = check_path(path, "pyproject")
     try:
@@ -157,7 +158,11 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
         ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
-            "pyproject", name, "a TOML file", message=f"{name} is not valid TOML: {error}."
+            "pyproject",
+            name,
+            "a TOML file",
+            "Correct the file.",
+            message=f"{name} is not valid TOML: {error}.",
         ) from error
     where: Any = table
     for part in ("tool", "dispatchkit", "composite", "members"):

@@ -42,16 +42,17 @@ _log = logging.getLogger("dispatchkit.composite")
 class CompositePolicy:
     """A policy that asks its members by priority; the first answer decides.
 
-    If a member raises or violates a hard constraint, the fault is logged and counted, and the next
-    member is asked. After ``max_faults`` consecutive faults, the member is suspended. Decisions
-    contain the name of the member that made them.
+    If a member raises or violates a hard constraint, the fault is counted, and the next member is
+    asked. After ``max_faults`` consecutive faults in one method, the member is suspended. A warning
+    is logged for the first fault of a member, and when it is suspended. Decisions contain the name
+    of the member that made them.
 
     Args:
         members: List of ``Member`` records, tables with their attributes, or strings
             (``name[=policy][:priority]``). A single string may list members separated by commas. By
             default, the only member is ``vllm``.
         pyproject: Path of a TOML file that lists the members, instead of ``members``.
-        max_faults: Number of consecutive faults after which a member is suspended.
+        max_faults: Number of consecutive faults in one method after which a member is suspended.
         plugins: Plugins that provide policies by name; by default, the installed plugins.
 
     Raises:
@@ -104,7 +105,7 @@ class CompositePolicy:
 
     @property
     def traits(self) -> frozenset[str]:
-        """The traits of a single member; of several members, only ``stateless`` if all have it."""
+        """The member's traits if there is one member; otherwise ``stateless`` if all have it."""
         claimed = [policy_traits(one.policy) for one in self._members]
         if len(claimed) == 1:
             return claimed[0]
@@ -169,7 +170,7 @@ class CompositePolicy:
     # -- the policy ---------------------------------------------------------------------
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys of all members, in order of priority."""
+        """Return the keys of all members that are not suspended, in order of priority."""
         keys: dict[GraphKey, None] = {}
         for one in self._active():
             keys.update(dict.fromkeys(self._guarded(one, "declare", _checked_keys, config) or ()))
@@ -185,7 +186,8 @@ class CompositePolicy:
                 continue
             if answer.key is not None or batch.allows(RuntimeMode.NONE):
                 return answer
-            refused = refused or answer  # an eager answer is not a fault; later members may replay
+            # The batch may not run eager. This is not a fault: a later member may choose a graph.
+            refused = refused or answer
         return refused
 
     @property
@@ -236,7 +238,7 @@ class CompositePolicy:
     def _permitted(self, one: MemberState, update: CellUpdate) -> CellUpdate | None:
         """Return the update if the member may make it, otherwise None.
 
-        A member may change the cells that it decides, and may have cells decided again.
+        A member may change the cells that it decides, and may empty any range of cells.
         """
         answer, graphs = update.decision, self._graphs
         if answer is None and update.up_to:
@@ -272,7 +274,8 @@ class CompositePolicy:
                 if one.suspended
                 else ""
             )
-            _log.warning("Composite member %r failed in %s.%s", one.name, one.last_fault, end)
+            fault = one.last_fault.removesuffix(".")
+            _log.warning("Composite member %r failed in %s.%s", one.name, fault, end)
 
 
 def _learns(one: MemberState) -> bool:

@@ -1,4 +1,4 @@
-"""Packers, which choose the items of a call that share a step."""
+"""Packers, which decide which items of a call share a step."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ STEP_TOKENS = 64
 
 
 def first_fit_decreasing(lengths: Sequence[int], limits: PackingLimits) -> list[list[int]]:
-    """Put items, longest first, into the first bin that has room.
+    """Put each item, longest first, into the first bin that has room.
 
     Args:
         lengths: Number of tokens of each item.
@@ -51,10 +51,10 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 
 
 class CheapestPacking:
-    """A packer that compares first-fit decreasing packings, one for each captured size.
+    """A packer that compares first-fit decreasing packings with bins of different sizes.
 
-    It returns the cheapest packing, which never costs more than the packing of
-    ``first_fit_decreasing``.
+    It tries each captured size that fits the longest item, and returns the cheapest packing. This
+    packing never costs more than the packing of ``first_fit_decreasing``.
 
     Args:
         cost: Function that takes the number of tokens of a step and returns its cost in any unit,

@@ -19,7 +19,16 @@ __all__ = ["Budget", "make_budget"]
 
 @attrs.frozen(eq=False)
 class Budget:
-    """Limit on the number of graphs, or on their total memory or capture time."""
+    """Limit on the number of graphs, or on their total memory or capture time.
+
+    Attributes:
+        graphs: Number of graphs to plan; None if memory or capture time is limited.
+        setting: Name of the limiting argument, ``memory_bytes`` or ``capture_time_s``; empty if
+            ``graphs`` is given.
+        limit: Maximum total memory in bytes, or capture time in seconds.
+        price: Memory or capture time of a graph of each candidate size; None if ``graphs`` is
+            given.
+    """
 
     graphs: int | None
     setting: str = ""

@@ -55,7 +55,8 @@ _STEADY = 0.25
 _BUSY = 0.5
 
 Pace = Literal["queued", "waited"]
-#: Minimum duration of a sample in microseconds, to limit the influence of its first and last step.
+#: Duration of a sample in microseconds, to limit the influence of its first and last step. Samples
+#: of very short steps are shorter, because a sample has at most ``_MAX_STEPS`` steps.
 _SAMPLE_US = 5_000.0
 _MAX_STEPS = 200
 _LEAD_IN = 2
@@ -94,15 +95,14 @@ def calibrate(
             the previous step has ended; see the docstring of the module.
         samples: Number of samples of each size and mode; the model contains their median.
         name: Name of the cost model; by default, the names of the step and the device.
-        progress: Function that is called with (done, total) samples.
+        progress: Function that is called with the number of finished samples and of all samples.
         settings: Further settings of the runner (``backend``, ``state``, ``mode``...).
 
     Returns:
-        The model; write it with ``save_cost_model``.
+        The cost model; write it with ``save_cost_model``.
 
     Raises:
-        ConfigError: A setting is invalid, the step has no mode with graphs, or the runner has
-            several axes.
+        ConfigError: A setting is invalid, the mode uses no graphs, or the runner has several axes.
         CaptureError: No size could be captured.
     """
     if pace not in ("queued", "waited"):
@@ -235,11 +235,9 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
         sys.path[:] = before
     runner = found() if callable(found) else found
     if not isinstance(runner, GraphRunner):
+        what = "The function returned" if callable(found) else f"{function!r} is"
         raise ConfigError(
-            "model",
-            model,
-            form,
-            f"The function returned an object of type {type(runner).__name__}.",
+            "model", model, form, f"{what} an object of type {type(runner).__name__}."
         )
     return runner
 
@@ -305,7 +303,10 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
 
 @attrs.frozen
 class _Times:
-    """Median time of a step in microseconds, and the relative interquartile range."""
+    """Median time of a step in microseconds, and the relative spread of its samples.
+
+    The spread is the interquartile range, or the range of fewer than four samples.
+    """
 
     median: float
     spread: float
@@ -360,22 +361,22 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
     return start.elapsed_us(end) / steps
 
 
-def _steadiness(times: Mapping[Arm, _Times]) -> str:
+def _steadiness(times: Mapping[Arm, _Times], samples: int) -> str:
     """Return a sentence that says how steady the samples are."""
+    if samples == 1:
+        return "A single sample does not show how much the times vary."
+    extent = "interquartile range" if samples >= 4 else "range"  # see _summary
     worst = max(time.spread for time in times.values())
     if worst <= _STEADY:
-        return (
-            f"The interquartile range of each step's samples is at most {worst:.1%} of their "
-            "median."
-        )
+        return f"The {extent} of each step's samples is at most {worst:.1%} of their median."
     if worst <= _BUSY:
         return (
-            f"The samples vary: the interquartile range of a step's samples is {worst:.0%} of "
-            "their median. Measure again on an idle machine."
+            f"The samples vary: the {extent} of a step's samples is up to {worst:.0%} of their "
+            "median. Measure again on an idle machine."
         )
     return (
-        "The machine was busy: the interquartile range of a step's samples is more than half of "
-        "their median, so these times are not reliable. Measure again on an idle machine."
+        f"The machine was busy: the {extent} of a step's samples is up to {worst:.0%} of their "
+        "median, so these times are not reliable. Measure again on an idle machine."
     )
 
 
@@ -418,10 +419,10 @@ def _source(
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
     clock = {"queued": "timing events", "waited": "host clock, read after each step ends"}[pace]
     if not runner.backend.capabilities.device_timing:
-        clock = "host clock, because there is no device"
+        clock = "host clock, because the backend has no timing events"
     text = (
         f"Backend {runner.backend.name}: {info}. Steps are {pace} ({clock}); times are medians of "
-        f"{samples} samples. {_steadiness(times)}"
+        f"{counted(samples, 'sample')}. {_steadiness(times, samples)}"
     )
     failed = {key: why for found in graphs.values() for key, why in found.failed.items()}
     if failed:
