@@ -283,8 +283,8 @@ class GraphRunner:
             uniform: As in a call.
             loras: As in a call.
             ceiling: As in a call.
-            priority: Priority for lane policies that support it: 0 is normal, larger numbers are
-                more urgent.
+            priority: Priority for lane policies that support it. 0 is normal, and larger numbers
+                are more urgent.
 
         Returns:
             The future of the step.
@@ -316,8 +316,8 @@ class GraphRunner:
     ) -> CaptureReport:
         """Capture keys that have no graph, largest first.
 
-        Failed keys are reported, and the other keys are still captured. Afterwards, the calibration
-        runs of learning policies are timed.
+        Failed keys are reported, and the other keys are still captured. If any key was captured,
+        the calibration runs of learning policies follow.
 
         Args:
             keys: Keys to capture; by default all declared keys. Each lane captures the keys that
@@ -351,7 +351,7 @@ class GraphRunner:
         """Evict the graphs of a key.
 
         Raises:
-            RegistryError: The key has no graph.
+            RegistryError: The key is not declared or has no graph.
         """
         return self.controls.evict(key)
 
@@ -369,7 +369,7 @@ class GraphRunner:
             reason: Name of the replaced memory, for statistics and explanations.
 
         Returns:
-            The number of graphs released.
+            The number of keys that lost their graph, counted on each lane.
         """
         return self.controls.invalidate(reason)
 

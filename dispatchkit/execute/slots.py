@@ -843,7 +843,12 @@ def _check_raw_bank(name: str, spec: RawBank) -> None:
     allowed = [one for one, size in enumerate(spec.shape) if size is not None]
     if dim is not None and dim not in allowed:
         hint = "Pass the dimension of positions, or omit it if steps change whole rows."
-        dims = f"one of the dimensions {allowed}" if allowed else "None, because rows are scalars"
+        dims = f"one of the dimensions {allowed}"
+        if not allowed:
+            dims, hint = (
+                "None, because rows are scalars",
+                "Add a dimension of positions to the shape.",
+            )
         raise ConfigError(f"banks[{name!r}].positions", dim, dims, hint)
     if spec.is_read_only and dim is not None:
         raise ConfigError(

@@ -51,7 +51,8 @@ class Breaker(Protocol):
         """Reject a ``with`` block, because a replay cannot run its code again.
 
         Raises:
-            CaptureError: A capture is in progress.
+            CaptureError: A capture in segments is in progress, and the block is not inside a
+                function that runs eager.
         """
         ...
 
@@ -107,8 +108,8 @@ def eager_region(fn: Any = None) -> Any:
       values of the current step. The results must have the same structure, shapes, dtypes, strides
       and Python values as in the capture; otherwise the step runs eager.
     - To mark a block, use ``with eager_region():``. ``split_module`` and the ``torch.compile``
-      backend support blocks. A capture without tracing rejects blocks, because a replay cannot run
-      them again.
+      backend support blocks. A capture in segments rejects blocks, because a replay cannot run them
+      again.
 
     Args:
         fn: Function to mark; omitted for a block.

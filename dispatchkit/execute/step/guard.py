@@ -64,7 +64,7 @@ class Guard:
 def address_reader(module: torch.nn.Module) -> Callable[[], int]:
     """Return a function that reads the address of a tensor in a module.
 
-    Every move or conversion of the module changes this address.
+    A move or conversion of a module with parameters changes this address.
     """
     tensors = [*module.parameters(), *module.buffers()]
     tensors = [one for one in tensors if one.layout is torch.strided]
