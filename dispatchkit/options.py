@@ -111,9 +111,9 @@ class CaptureOptions:
         capture_after: Number of steps that request a key until it is captured lazily, counting the
             step that captures it.
         state_limit_bytes: Maximum bytes of undeclared state to save and restore around warmups.
-        prove_rows: Prove for each graph that padding does not change the rows of a batch. If the
-            proof fails, batches that do not fill the graph run eager. Set to False only if you are
-            certain that padding has no effect.
+        prove_rows: Whether each capture proves that padding does not change the rows of a batch. If
+            the proof fails, batches that do not fill the graph run eager. Set to False only if you
+            are certain that padding has no effect.
         break_on_unsafe: Whether PIECEWISE captures of a single function break at operators tagged
             ``cudagraph_unsafe``, and not only at operators declared with ``declare_support``.
     """
@@ -335,8 +335,7 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
     """Reject keyword arguments of a runner that belong inside other arguments.
 
     Raises:
-        ConfigError: A keyword argument belongs elsewhere. The message shows the arguments to write
-            instead.
+        ConfigError: A keyword argument belongs elsewhere. The message shows what to write instead.
     """
     moved = [name for name in arguments if name in _MOVED]
     if not moved:
@@ -404,7 +403,7 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
 def refuses_moved(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a runner's ``__init__`` to reject keyword arguments that it does not have.
 
-    For a setting that belongs in the runner's options, the error shows the replacement. For any
+    For a setting that belongs inside another argument, the error shows the replacement. For any
     other name, the error lists the closest names.
     """
     named = naming_unknown(function, "GraphRunner")

@@ -497,20 +497,16 @@ def _read_file(
     environ: Mapping[str, str],
     start: str | os.PathLike[str] | None,
 ) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the file and its [tool.dispatchkit] table; (None, {}) without the table."""
+    """Return the file and its [tool.dispatchkit] table; (None, {}) if no file has the table."""
     wanted = file or environ.get(FILE_VARIABLE) or None
     if wanted is not None:
         path = Path(wanted)
-        table = _table(path)
-        if table is None:
-            raise ConfigError(
-                "configuration file",
-                str(path),
-                "a TOML file with a table [tool.dispatchkit]",
-                message=f"Configuration file {str(path)!r} has no table [tool.dispatchkit]. Add "
-                "the table, or choose a different file.",
-            )
-        return path, table
+        try:
+            return path, _required_table(path)
+        except ConfigError as error:
+            if not file:
+                error.add_note(f"The path comes from the environment variable {FILE_VARIABLE}.")
+            raise
     try:
         here = Path(start or Path.cwd()).absolute()
     except FileNotFoundError:  # the current folder was removed, so it has no parents
@@ -522,6 +518,19 @@ def _read_file(
             if table is not None:
                 return path, table
     return None, {}
+
+
+def _required_table(path: Path) -> Mapping[str, Any]:
+    table = _table(path)
+    if table is None:
+        raise ConfigError(
+            "configuration file",
+            str(path),
+            "a TOML file with a table [tool.dispatchkit]",
+            message=f"Configuration file {str(path)!r} has no table [tool.dispatchkit]. Add the "
+            "table, or choose a different file.",
+        )
+    return table
 
 
 def _table(path: Path) -> Mapping[str, Any] | None:

@@ -146,11 +146,10 @@ class RunnerStats:
         steps_by_mode: Number of steps by runtime mode.
         hits: Number of steps that replayed graphs, by key as a string. A split step counts once,
             under the joined names of its graphs.
-        hit_tokens: Tokens of the steps in ``hits``, before padding, by the same strings.
+        hit_tokens: Tokens of the steps in ``hits``, before padding, by key as a string.
         eager_by_reason: Number of eager steps by reason.
         differing_calls: Number of replays that stopped because the result of an eager call between
-            segments differed from the capture in structure, shapes or Python values, by file and
-            line.
+            segments differed from the capture, for example in its shape, by file and line.
         segments: The segments of each key that was captured in segments, by key as a string.
         real_tokens: Number of tokens (rows) passed by callers.
         padded_tokens: Number of tokens computed, including padding.

@@ -10,8 +10,8 @@ wait for a thread that calls the runner, and must neither queue work on the devi
 return value is ignored. Exceptions are logged with the name of the observer; after three
 consecutive exceptions, the callback is disabled.
 
-``Notifier`` has a tuple of callables for each event class. Without subscribers, an event costs one
-dictionary look-up. ``has_subscribers`` lets the caller skip creating the event.
+``Notifier`` has a tuple of subscriptions for each event class. Without subscribers, an event costs
+one dictionary look-up. ``has_subscribers`` lets the caller skip creating the event.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
-
-from dispatchkit.errors import counted
 
 _log = logging.getLogger("dispatchkit.observers")
 
@@ -144,7 +142,8 @@ class PolicyErrorEvent:
         method: The method or attribute at fault: ``decide``, ``observe`` or ``pace``, or ``choose``
             of a lane policy.
         reason: The error, as text.
-        origin: Distribution and version that provide the policy.
+        origin: The distribution that provides the policy, or the name under which it was passed in;
+            may be empty.
         num_tokens: Tokens of the batch before padding; None if there was no batch.
         epoch: Epoch in which the error occurred.
     """
@@ -159,7 +158,7 @@ class PolicyErrorEvent:
     epoch: int = 0
 
 
-#: All event classes, in life-cycle order.
+#: All event classes.
 EVENTS: tuple[type[Any], ...] = (
     PolicySwappedEvent,
     PolicyErrorEvent,
@@ -224,11 +223,12 @@ class Subscription:
         )
         if self._faults_in_a_row >= self._max_faults:
             self.is_active = False
+            times = self._faults_in_a_row
             _log.error(
-                "Observer %s is disabled for %s after %s; the last was %s.",
+                "Observer %s is disabled for %s after %s. Last exception: %s.",
                 self.source,
                 self.event_type.__name__,
-                counted(self._faults_in_a_row, "consecutive exception"),
+                "an exception" if times == 1 else f"{times} consecutive exceptions",
                 self.last_fault,
             )
             if self._on_disabled is not None:

@@ -68,7 +68,7 @@ class StepTrace(Sequence[TraceStep]):
         has_order: Whether the steps are in execution order; False for a histogram.
 
     Raises:
-        ConfigError: ``columns`` is not a dictionary.
+        ConfigError: ``columns`` is not a dictionary, or a column is not a list of values.
         TraceError: A column is missing, unknown or has a different length, or a value is
             impossible.
     """
@@ -86,6 +86,9 @@ class StepTrace(Sequence[TraceStep]):
         self.source, self.has_order = source, has_order
         self.ignored_columns: tuple[str, ...] = tuple(ignored_columns)
         check_header(source, None, tuple(columns), strict=True)
+        for name, values in columns.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise ConfigError(f"columns[{name!r}]", values, "a list of values")
         parsed = {name: list(values) for name, values in columns.items()}
         lengths = {name: len(values) for name, values in parsed.items()}
         if len(set(lengths.values())) > 1:
@@ -147,7 +150,7 @@ class StepTrace(Sequence[TraceStep]):
             raise TraceError(
                 self.source,
                 None,
-                f"has no column {name!r}; its columns are {', '.join(self._columns)}.{hint}",
+                f"has no column {name!r} (columns: {', '.join(self._columns)}).{hint}",
             ) from None
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dispatchkit.errors import TraceError
 from dispatchkit.keys.capture_sizes import CaptureSizeWarning
-from dispatchkit.keys.checks import check_instance
+from dispatchkit.keys.checks import check_counts, check_instance
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.trace import AXIS_PREFIX, StepTrace
 
@@ -32,6 +32,8 @@ def trace_config(
     """
     check_instance(trace, StepTrace, "trace", "Read a file with read_trace(path).")
     names = trace.columns
+    if sizes is not None:
+        sizes = check_counts(sizes, "sizes")
     tokens = max(trace.column("num_tokens"), default=1)
     limit = max(tokens, 512 if sizes is None else max(sizes, default=1), 1)
     query_lens: Counter[int] = Counter()
@@ -39,7 +41,7 @@ def trace_config(
         pairs = zip(trace.column("uniform_decode"), trace.column("max_query_len"), strict=True)
         query_lens = Counter(length for uniform, length in pairs if uniform and length)
     most = max(trace.column("num_reqs"), default=1) if "num_reqs" in names else 1
-    given: dict[str, Any] = {} if sizes is None else {"sizes": tuple(sizes)}
+    given: dict[str, Any] = {} if sizes is None else {"sizes": sizes}
     loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
     with warnings.catch_warnings():
         # Steps above the largest size are expected here and count as misses.

@@ -68,7 +68,7 @@ def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -
         raise TraceError(name, None, "is a folder. Pass the path of a trace file.") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise TraceError(name, None, f"cannot be read: {why}.") from error
+        raise TraceError(name, None, f"cannot be read: {why}. Check the path.") from error
     packed = closing.enter_context(gzip.GzipFile(fileobj=raw))
     return cast("IO[bytes]", io.BufferedReader(packed))
 
@@ -98,7 +98,8 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                     ),
                 ) from error
             except OSError as error:
-                raise TraceError(name, None, f"cannot be read: {error.strerror}.") from error
+                why = error.strerror or str(error)
+                raise TraceError(name, None, f"cannot be read: {why}. Check the path.") from error
             if not block:
                 return
             total += len(block)

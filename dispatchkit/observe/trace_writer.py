@@ -35,10 +35,10 @@ class TraceWarning(UserWarning):
 class TraceWriter:
     """A writer that appends steps to a trace while a program runs.
 
-    Use it in a ``with`` statement. ``write`` appends the step to ``PATH.part`` as plain text. When
-    the block ends, even because of an exception or ``sys.exit``, the file is renamed to PATH and,
-    if requested, compressed. If the process is killed, ``PATH.part`` remains and can be read as a
-    trace.
+    Use it in a ``with`` statement. ``write`` appends the step to ``PATH.part`` (or ``PATH.1.part``
+    and so on, if that exists) as plain text. When the block ends, even because of an exception or
+    ``sys.exit``, this file is renamed to PATH; if PATH ends in ``.gz``, it is also compressed. If
+    the process is killed, the file remains and can be read as a trace.
 
     A full disk does not stop the program: ``write`` warns once and counts later steps in
     ``num_lost``. At the end of the block, the earlier steps are in PATH and TraceError is raised.

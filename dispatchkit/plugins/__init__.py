@@ -1,6 +1,6 @@
 """Load plugins, and create the policies and other objects that they provide by name.
 
-Loading is explicit: each dispatcher has a ``PluginSet``, and there is no global set::
+Each call of ``load_plugins`` returns an independent ``PluginSet``; there is no global set::
 
     plugins = load_plugins()
     policy = plugins.create_policy("vllm")

@@ -41,7 +41,7 @@ class Candidate:
     Attributes:
         origin: Name and distribution of the plugin.
         rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins register a name, the plugin
-            with the lower rank provides it. ``replace`` exempts built-in names.
+            with the lower rank provides it, except for built-in names listed in ``replace``.
         load: Function that imports and returns the plugin object; it may raise anything.
     """
 

@@ -63,7 +63,7 @@ class PolicyWithPlugins:
 
 
 class PluginSet:
-    """The plugins of a dispatcher, and the objects that they provide by name.
+    """A set of plugins, and the objects that they provide by name.
 
     Created by ``load_plugins``. Thread safety: any thread may read; ``register`` and
     ``register_policy`` hold a lock.

@@ -220,7 +220,7 @@ class GraphRegistry:
                 declared.
         """
         if (mode is None and key is None) or mode is RuntimeMode.NONE:
-            given = "nothing" if mode is None else "NONE"
+            given = "nothing" if mode is None else "mode NONE"
             raise RegistryError(
                 f"set_enabled() needs mode PIECEWISE or FULL, or a key; got {given}."
             )

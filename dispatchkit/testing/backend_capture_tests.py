@@ -305,7 +305,7 @@ class CaptureTests:
     # -- state outside the graph ----------------------------------------------------------
 
     def test_a_capture_changes_no_state_and_each_replay_does_once(self, rig: Rig) -> None:
-        """A capture must not change counters and caches."""
+        """A capture leaves counters and caches unchanged, and each replay updates them once."""
         counter, cache = rig.zeros(1), rig.zeros(8, 2)
         position = rig.zeros(1, dtype=rig.torch.int64)
 

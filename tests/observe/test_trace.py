@@ -166,6 +166,8 @@ def test_a_damaged_file_is_named_by_line(text, line, message, tmp_path):
 def test_columns_are_values_by_name(columns):
     with pytest.raises(ConfigError, match="columns must be a dictionary of values by column name"):
         StepTrace(columns)
+    with pytest.raises(ConfigError, match=r"columns\['num_tokens'\] must be a list of values"):
+        StepTrace({"num_tokens": "34"})
 
 
 @pytest.mark.parametrize("columns", [3, "num_tokens"])

@@ -186,7 +186,9 @@ def test_enabling_a_mode_leaves_a_disabled_key_off(registry):
     assert registry.is_enabled(key(16))
 
 
-@pytest.mark.parametrize(("given", "said"), [({}, "nothing"), ({"mode": RuntimeMode.NONE}, "NONE")])
+@pytest.mark.parametrize(
+    ("given", "said"), [({}, "nothing"), ({"mode": RuntimeMode.NONE}, "mode NONE")]
+)
 def test_switching_nothing_is_refused(registry, given, said):
     """If it were accepted, callers would assume an effect."""
     with pytest.raises(RegistryError, match=f"needs mode PIECEWISE or FULL, or a key; got {said}"):

@@ -226,8 +226,11 @@ def test_a_file_that_is_named_must_hold_settings(text: str, says: str, tmp_path:
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(says)):
         load_settings(environ={}, file=path)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file") as caught:
         load_settings(environ={"DISPATCHKIT_CONFIG": str(tmp_path / "nowhere.toml")})
+    assert caught.value.__notes__ == [
+        "The path comes from the environment variable DISPATCHKIT_CONFIG."
+    ]
 
 
 def test_defaults_are_those_of_the_classes_they_are_for() -> None:
