@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import attrs
 
@@ -45,7 +45,6 @@ class BackendCapabilities:
     steps_during_captures: bool = False
 
 
-@runtime_checkable
 class Event(Protocol):
     """A point in a stream's work, like torch.cuda.Event."""
 
@@ -70,7 +69,6 @@ class Event(Protocol):
         ...
 
 
-@runtime_checkable
 class Stream(Protocol):
     """An in-order queue of device work, like torch.cuda.Stream."""
 
@@ -96,7 +94,6 @@ class Stream(Protocol):
         ...
 
 
-@runtime_checkable
 class CapturedGraph(Protocol):
     """A captured graph with fixed addresses, replayed without running Python code."""
 
@@ -119,7 +116,6 @@ class CapturedGraph(Protocol):
         ...
 
 
-@runtime_checkable
 class GraphBackend(Protocol):
     """A device that captures and replays graphs.
 

@@ -15,8 +15,6 @@ _logger = logging.getLogger(__name__)
 AUTO = "auto"
 BUILT_IN_BACKENDS = ("cuda", "tape")
 
-_REQUIRED = tuple(name for name in vars(GraphBackend) if not name.startswith("_"))
-
 
 def resolve_backend(
     spec: str | GraphBackend = AUTO,
@@ -42,10 +40,8 @@ def resolve_backend(
         BackendUnavailableError: torch, a driver or the device is missing.
     """
     if not isinstance(spec, str):
-        missing = [name for name in _REQUIRED if not hasattr(spec, name)]
-        hint = f"The object lacks {', '.join(missing)}."
         allowed = "a name, such as 'cuda' or 'tape', or a GraphBackend"
-        check_instance(spec, GraphBackend, "backend", hint, allowed=allowed)
+        check_instance(spec, GraphBackend, "backend", allowed=allowed)
         if device is not None:
             hint = f"The object runs on {spec.torch_device}."
             raise ConfigError("device", device, "omitted if the backend is an object", hint)

@@ -7,7 +7,7 @@ H100.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import attrs
 
@@ -22,7 +22,6 @@ _ALLOWED = (
 )
 
 
-@runtime_checkable
 class CostModel(Protocol):
     """A model of step times, eager or replayed at a captured size."""
 

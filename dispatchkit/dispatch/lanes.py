@@ -7,14 +7,19 @@ step runs; the runner's policy decides what the step replays. Any lane policy wo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import attrs
 
 from dispatchkit.dispatch.policy import policy_name
 from dispatchkit.errors import ConfigError, PolicyError, counted
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.keys.checks import check_count, refuses_unknown_names, whole_number
+from dispatchkit.keys.checks import (
+    check_count,
+    has_members,
+    refuses_unknown_names,
+    whole_number,
+)
 
 #: Traits that a lane policy may claim, and that the test kit then checks. ``sticky``: steps of a
 #: key run on a lane that has its graph. ``spreads``: all lanes are used. ``balances``: no lane is
@@ -61,7 +66,6 @@ class LaneState(Protocol):
         ...
 
 
-@runtime_checkable
 class LanePolicy(Protocol):
     """An object that chooses the lanes of steps, without using the device.
 
@@ -75,7 +79,6 @@ class LanePolicy(Protocol):
         ...
 
 
-@runtime_checkable
 class KeyedLanePolicy(Protocol):
     """A lane policy that requires the key of each step."""
 
@@ -85,7 +88,6 @@ class KeyedLanePolicy(Protocol):
         ...
 
 
-@runtime_checkable
 class KeyPlacementPolicy(Protocol):
     """A lane policy that chooses the lanes on which a key is captured (default: all)."""
 
@@ -94,7 +96,6 @@ class KeyPlacementPolicy(Protocol):
         ...
 
 
-@runtime_checkable
 class PrioritizedLanePolicy(Protocol):
     """A lane policy that sets the stream priority of each lane (default: 0)."""
 
@@ -135,7 +136,7 @@ class Lanes:
 
 def needs_key(policy: object) -> bool:
     """Return whether a lane policy requires the key of each step."""
-    return isinstance(policy, KeyedLanePolicy) and policy.needs_key
+    return has_members(policy, KeyedLanePolicy) and policy.needs_key
 
 
 def lane_fault(answer: Any, num_lanes: int) -> str:
@@ -160,7 +161,7 @@ def lanes_by_key(
     Raises:
         PolicyError: The policy raised, or returned an invalid lane or no lane for a key.
     """
-    if not isinstance(policy, KeyPlacementPolicy):
+    if not has_members(policy, KeyPlacementPolicy):
         return dict.fromkeys(keys, tuple(range(num_lanes)))
     found: dict[GraphKey, tuple[int, ...]] = {}
     for key in keys:
@@ -198,7 +199,7 @@ class KeyPlacement:
     ) -> None:
         self._policy, self._keys, self._num_lanes = policy, keys, num_lanes
         self._origin = origin
-        self.are_chosen: bool = isinstance(policy, KeyPlacementPolicy)
+        self.are_chosen: bool = has_members(policy, KeyPlacementPolicy)
 
     def by_key(self) -> dict[GraphKey, tuple[int, ...]]:
         """Return the lanes on which each key is captured.
@@ -238,7 +239,7 @@ def lane_priorities(
     Raises:
         PolicyError: The lane policy raised, or did not return one non-negative integer per lane.
     """
-    if not isinstance(policy, PrioritizedLanePolicy):
+    if not has_members(policy, PrioritizedLanePolicy):
         return (0,) * num_lanes
     try:
         answer = tuple(policy.stream_priorities(num_lanes))

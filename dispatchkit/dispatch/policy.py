@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import attrs
 
@@ -129,7 +129,6 @@ class GraphView:
         return sum(1 for _ in self)
 
 
-@runtime_checkable
 class Policy(Protocol):
     """An object that decides how batches run, without using the device.
 
@@ -154,7 +153,6 @@ class Policy(Protocol):
         ...
 
 
-@runtime_checkable
 class DescribedPolicy(Policy, Protocol):
     """A policy with a name and traits."""
 
@@ -169,7 +167,6 @@ class DescribedPolicy(Policy, Protocol):
         ...
 
 
-@runtime_checkable
 class LearningPolicy(Policy, Protocol):
     """A policy that receives the outcomes of measured steps."""
 
@@ -178,7 +175,6 @@ class LearningPolicy(Policy, Protocol):
         ...
 
 
-@runtime_checkable
 class CalibratedPolicy(LearningPolicy, Protocol):
     """A learning policy that requests timed runs before the first batch is served."""
 
@@ -191,7 +187,6 @@ class CalibratedPolicy(LearningPolicy, Protocol):
         ...
 
 
-@runtime_checkable
 class PacedPolicy(LearningPolicy, Protocol):
     """A learning policy that controls how many steps are measured."""
 
@@ -204,7 +199,6 @@ class PacedPolicy(LearningPolicy, Protocol):
         ...
 
 
-@runtime_checkable
 class ExplainingPolicy(Policy, Protocol):
     """A policy that reports what it has learned."""
 

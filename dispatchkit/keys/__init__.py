@@ -19,6 +19,7 @@ from dispatchkit.keys.checks import (
     check_counts,
     check_flag,
     check_instance,
+    has_members,
     read_flag,
     whole_number,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "check_instance",
     "default_capture_sizes",
     "derive_capture_sizes",
+    "has_members",
     "padded_size",
     "padding_table",
     "read_flag",

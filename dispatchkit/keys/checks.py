@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 from dispatchkit.errors import ConfigError, UnknownNameError
 
@@ -129,9 +129,9 @@ def check_instance(
     """Validate the type of an object given for a setting, and return the object.
 
     Args:
-        value: Object to check. A class is rejected, although ``isinstance`` would accept it for a
-            protocol whose methods it defines.
-        kind: Required type of the object, a class or a runtime-checkable protocol.
+        value: Object to check. Classes are rejected, including those that define the members of
+            ``kind``.
+        kind: Required type of the object: a class or a protocol.
         setting: Name of the setting, for the error message.
         hint: Next step, for the error message; by default, to pass an instance if ``value`` is a
             class.
@@ -140,20 +140,39 @@ def check_instance(
     Raises:
         ConfigError: The object has the wrong type.
     """
-    if isinstance(value, type) or not isinstance(value, kind):
+    is_class = isinstance(value, type)
+    if _is_protocol(kind):
+        missing = _missing_members(value, kind)
+        fits = not missing
+        hint = hint or (f"The object lacks {', '.join(missing)}." if missing else "")
+    else:
+        fits = issubclass(value, kind) if is_class else isinstance(value, kind)
+    if is_class or not fits:
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        if isinstance(value, type) and _is_a(value, kind):
+        if fits:
             hint = f"Pass an instance: {value.__name__}(...)."
         raise ConfigError(setting, value, allowed or f"{article} {kind.__name__}", hint)
-    return value
+    checked: _T = value
+    return checked
 
 
-def _is_a(given: type, kind: type) -> bool:
-    """Return whether instances of a class would pass as instances of a type or protocol."""
-    try:
-        return issubclass(given, kind)
-    except TypeError:  # a protocol with attributes; the class may set them in its constructor
-        return isinstance(given, kind)
+def has_members(value: Any, protocol: type[_T]) -> TypeGuard[_T]:
+    """Return whether an object has the public members of a protocol.
+
+    Attributes that ``__getattr__`` returns count, as in an object that wraps another object. From
+    Python 3.12 on, ``isinstance`` ignores them.
+    """
+    return not _missing_members(value, protocol)
+
+
+def _missing_members(value: Any, protocol: type) -> list[str]:
+    bases = filter(_is_protocol, protocol.__mro__)
+    members = [name for base in bases for name in (*vars(base), *inspect.get_annotations(base))]
+    return [name for name in members if name[0] != "_" and not hasattr(value, name)]
+
+
+def _is_protocol(kind: type) -> bool:
+    return getattr(kind, "_is_protocol", False)
 
 
 def read_flag(value: Any, setting: str) -> bool:

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 
 from dispatchkit.dispatch.lanes import lane_fault, lane_priorities
-from dispatchkit.dispatch.policy import pace_fault
+from dispatchkit.dispatch.policy import PacedPolicy, Policy, pace_fault
 from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
 from dispatchkit.keys import Axis, Batch, BatchDescriptor, DispatchConfig
 from dispatchkit.keys.axes import Variants
-from dispatchkit.keys.checks import check_count, check_flag, read_flag, whole_number
+from dispatchkit.keys.checks import (
+    check_count,
+    check_flag,
+    check_instance,
+    has_members,
+    read_flag,
+    whole_number,
+)
 from dispatchkit.observe.recorder import StepRecorder
 from dispatchkit.observe.timeline import Timeline
 
@@ -115,3 +122,39 @@ def test_a_message_shows_its_value_in_short(value, shown):
     with pytest.raises(ConfigError, match=f"^axes must be right, got {shown}\\.$") as caught:
         raise ConfigError("axes", value, "right")
     assert caught.value.value is value
+
+
+class Wrapped:
+    """A policy that passes all calls on to another policy."""
+
+    def __init__(self, **members):
+        self.inner = members
+
+    def __getattr__(self, name):
+        try:
+            return vars(self)["inner"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_members_of_a_protocol_may_come_from_a_wrapped_object():
+    """Since Python 3.12, ``isinstance`` ignores members that ``__getattr__`` returns."""
+    policy = Wrapped(declare=list, decide=max)
+    assert check_instance(policy, Policy, "policy") is policy
+    assert not has_members(policy, PacedPolicy)
+    assert has_members(Wrapped(**policy.inner, observe=print, pace=1), PacedPolicy)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (3, Policy, "policy must be a Policy, got 3. The object lacks declare, decide."),
+        (Wrapped(declare=list), Policy, r"a Policy, got <.*Wrapped object.*>. The object lacks de"),
+        (type("Own", (), {"declare": list, "decide": max}), Policy, r"an instance: Own\(\.\.\.\)"),
+        (DispatchConfig, DispatchConfig, r"Pass an instance: DispatchConfig\(\.\.\.\)\.$"),
+        (int, DispatchConfig, "policy must be a DispatchConfig, got <class 'int'>. The hint.$"),
+    ],
+)
+def test_objects_and_classes_that_do_not_fit_are_refused(value, kind, message):
+    with pytest.raises(ConfigError, match=message):
+        check_instance(value, kind, "policy", "" if kind is Policy else "The hint.")

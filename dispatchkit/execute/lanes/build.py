@@ -22,7 +22,7 @@ from dispatchkit.execute.lane import Chain
 from dispatchkit.execute.lanes.chooser import LaneChooser
 from dispatchkit.execute.memory import PoolGroup, Turns
 from dispatchkit.execute.setup import RunnerSpec, make_policy
-from dispatchkit.keys.checks import check_instance
+from dispatchkit.keys.checks import check_instance, has_members
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
@@ -48,7 +48,7 @@ def check_lanes(spec: RunnerSpec) -> None:
             "0 with several lanes",
             "Check mode needs a single lane. Omit check, or omit lanes.",
         )
-    if isinstance(spec.named_policy, LearningPolicy):
+    if has_members(spec.named_policy, LearningPolicy):
         raise ConfigError(
             "policy",
             policy_name(spec.named_policy),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import ConfigError
@@ -18,7 +18,6 @@ from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 Dispatch = Callable[..., Decision]
 
 
-@runtime_checkable
 class StepWatcher(Protocol):
     """An object that is called when each step begins and ends, on the thread of the step."""
 

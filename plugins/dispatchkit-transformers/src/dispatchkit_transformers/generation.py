@@ -8,7 +8,7 @@ the finished rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from transformers.generation import (
@@ -18,6 +18,7 @@ from transformers.generation import (
 )
 
 from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.keys import has_members
 
 from dispatchkit_transformers.static_models import CACHE_NAMES
 
@@ -143,7 +144,6 @@ class RowDecoder(Protocol):
         ...
 
 
-@runtime_checkable
 class LogitsDecoder(RowDecoder, Protocol):
     """A decoder of rows that can return logits, which sampling and logits processors require."""
 
@@ -316,7 +316,7 @@ def _logits_of(decoder: RowDecoder, processors: Any) -> Callable[[], torch.Tenso
     Raises:
         ConfigError: The decoder does not return logits.
     """
-    if not isinstance(decoder, LogitsDecoder):
+    if not has_members(decoder, LogitsDecoder):
         asked = ", ".join(type(one).__name__ for one in processors) or "sampling, scores or logits"
         name = type(decoder).__name__
         raise ConfigError(
