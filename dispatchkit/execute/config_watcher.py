@@ -43,8 +43,7 @@ class ConfigWatcher:
         path: Path to the settings file.
 
     Attributes:
-        error: Error for which the last version of the file was rejected; None if it was accepted,
-            or before the first poll.
+        error: Error that caused the last version of the file to be rejected, or None.
     """
 
     def __init__(self, runner: GraphRunner, path: str | os.PathLike[str]) -> None:
@@ -126,7 +125,7 @@ def _reject_fixed(changed: Mapping[str, Any], in_force: Mapping[str, Any]) -> No
             name,
             value,
             "the value with which the runner was created",
-            "Restore the value, or create a new runner.",
+            "Restore the value in the file, or create a new runner.",
             message=f"{name} cannot be changed after the runner was created; it is "
             f"{in_force[name]!r}, got {value!r}.",
         )

@@ -126,9 +126,9 @@ class Controls:
         instantiation by the driver, and each replay of the row proof. A capture has only one phase
         if the runner has several lanes, or if the step changes state, declares scratch, draws
         random numbers, consists of pieces or calls functions wrapped in ``torch.compile``. Pauses
-        of steps that are longer than ``max_pause_us`` are listed in ``pauses`` of the result, with
-        their phase. During a capture, calls that would trigger a lazy capture run eager, with
-        reason ``capture_pending``.
+        longer than ``max_pause_us`` are listed in ``pauses`` of the result, with their phase.
+        During a capture, calls that would trigger a lazy capture run eager, with reason
+        ``capture_pending``.
 
         Args:
             keys: Keys to capture; by default all declared keys. As in ``capture``, the largest is
@@ -283,7 +283,7 @@ class Controls:
             ConfigError: ``score`` is neither a function nor None.
         """
         if score is not None and not callable(score):
-            hint = "For a built-in order, use MemoryOptions(eviction=...) or swap(eviction=...)."
+            hint = "For a built-in order, call runner.swap(eviction=...) with 'lru' or 'benefit'."
             raise ConfigError("score", score, "a function that takes a captured key, or None", hint)
         with self._lock:
             for member in self._executors:
@@ -306,7 +306,8 @@ class Controls:
             graph: An object whose ``replay()`` launches the graph on the current stream.
             inputs: The tensors that the graph reads, by input name; they have the size of the key.
             outputs: The padded outputs of the graph.
-            output_batch_dims: The batch dimensions of the outputs, as for the runner.
+            output_batch_dims: The batch dimensions of the outputs, as in ``BufferOptions``, but not
+            ``derived``.
             has_effect: Whether a replay changes anything besides its outputs.
 
         Raises:
@@ -467,7 +468,7 @@ class Controls:
         """Return the error that a step would raise; empty if it would run."""
         first, reason = self._first, decision.reason
         if decision.key is not None and first.lane.group.is_asleep:
-            return "ReplayError: the memory of the graphs is asleep; call memory.wake()"
+            return "ReplayError: the GraphMemory of the runner is asleep; call its wake() method"
         if decision.key is None and first.eager.strict and reason in DOWNGRADES:
             return f"NoGraphError: the runner is strict, and the batch has no graph ({reason})"
         return ""

@@ -312,7 +312,7 @@ def run_again(
         ReplayError: The step must run as decided (see ``DecisionRunner.run``).
     """
     while True:
-        eager.refuse_if_exact("its graph was evicted")
+        eager.refuse_if_exact("its graph was released")
         result = dispatcher.redispatch(*batch).plan.run(tensors, stream, readable)
         if result is not AGAIN:
             return result

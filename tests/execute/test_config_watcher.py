@@ -72,8 +72,8 @@ def test_policy_and_options_come_from_the_file(runner, write):
         ("capture_size = [1, 2]", "sizes"),
         ("sizes = [0]", "sizes"),
         ('policy = "nobody"', "policy"),
-        ('outputs = "view"', "Restore the value, or create a new runner"),
-        ('backend = "cuda"', "Restore the value, or create a new runner"),
+        ('outputs = "view"', "Restore the value in the file, or create a new runner"),
+        ('backend = "cuda"', "Restore the value in the file, or create a new runner"),
         ("sizes = [3, 16]\nmax_num_tokens = 16", "buffer_rows"),
     ],
 )

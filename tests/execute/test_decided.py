@@ -65,7 +65,7 @@ def test_a_graph_that_was_given_up_is_not_replaced(make_runner, keys):
     runner.capture()
     decision = runner.dispatcher.dispatch(3)
     runner.evict(keys.full(4))
-    with pytest.raises(ReplayError, match="was evicted"):
+    with pytest.raises(ReplayError, match="was released"):
         runner.decisions.run(decision, {"tokens": torch.arange(3)})
 
 

@@ -339,7 +339,7 @@ def test_calls_that_differ_only_in_nesting_are_described(monkeypatch):
     monkeypatch.setattr("dispatchkit.execute.graphed.calls.MAX_FORMS", 1)
     step = graphed(lambda x: x[0] if isinstance(x, tuple) else x, sizes=[2])
     step(torch.ones(2))
-    with pytest.warns(EagerStepWarning, match="reached: .* nesting of arguments"):
+    with pytest.warns(EagerStepWarning, match="reached: .* nesting of their arguments"):
         step((torch.ones(2),))
 
 

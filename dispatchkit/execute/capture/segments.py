@@ -33,7 +33,7 @@ from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import OperatorWrites, StorageSet, plain_tensor
 from dispatchkit.once import line_of_call
 
-#: Next steps for a result that later segments cannot read, of a function and of an operator.
+#: Next steps if later segments cannot read the result of a function, or of an operator.
 _CONVERT_RESULT = "Convert the tensor inside the eager function."
 _CONVERT_OPERATOR = (
     "Put the operator and a conversion of its result into one function decorated with "
@@ -127,7 +127,7 @@ class SegmentRecorder:
 
     Args:
         lane: Lane of the capture.
-        num_rows: Number of rows that the graph computes.
+        num_rows: Number of rows that the graphs compute.
         dims: Batch dimensions of the tensors in each call; empty if unknown.
         is_fixed: Function that returns whether a tensor has a fixed address (static input, state).
         admission: Check of the memory budgets; None if there is no limit.
@@ -169,7 +169,7 @@ class SegmentRecorder:
             self._capture = None
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """End the segment, call a function, and begin the next one.
+        """End the segment, call a function, and begin the next segment.
 
         Raises:
             CaptureError: A replay could not repeat the call, or later segments could not read the
@@ -187,7 +187,7 @@ class SegmentRecorder:
         return self._call(capture, fn, args, kwargs, line, _CONVERT_RESULT)
 
     def call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """End the segment, call an operator, and begin the next one.
+        """End the segment, call an operator, and begin the next segment.
 
         Raises:
             CaptureError: The operator returns a value that is not a tensor, or a tensor that later
@@ -209,7 +209,7 @@ class SegmentRecorder:
         return value
 
     def split(self) -> None:
-        """End the segment and begin the next one."""
+        """End the segment, and begin the next segment."""
         capture = self._capture
         if capture is not None and not self._is_inside:
             self._end(capture)
@@ -223,8 +223,8 @@ class SegmentRecorder:
         """
         if self._capture is not None and not self._is_inside:
             raise CaptureError(
-                f"The block `with eager_region():` at {line} cannot be run again in a replay. Put "
-                "its code into a function decorated with @eager_region, or split the step with "
+                f"A replay cannot run the block `with eager_region():` at {line} again. Put its "
+                "code into a function decorated with @eager_region, or split the step with "
                 "split_module.",
             )
 
@@ -375,7 +375,7 @@ class _OperatorBreaks(DispatchMode):
     """Dispatch mode that lets a recorder call the operators at which the step breaks."""
 
     def __init__(self, recorder: SegmentRecorder, operators: Operators) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._recorder, self._operators = recorder, operators
 
     @classmethod
@@ -438,7 +438,8 @@ def _batch_dim(one: Any, two: Any, size: int, other: int) -> int | None:
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Replace the tensors in a value, or return the value itself if no tensor changes.
 
-    Changes that a caller makes to a dictionary or list between steps then remain visible.
+    In the second case, replays see changes that a caller makes to the value between steps, for
+    example to a list.
     """
     leaves, spec = tree_flatten(value)
     made = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -81,7 +81,8 @@ class Warmups:
             grad mode.
 
     Raises:
-        ConfigError: ``output_batch_dims`` contains a value other than an index or None.
+        ConfigError: ``output_batch_dims`` is not ``DERIVED``, and contains a value other than an
+            index or None.
     """
 
     step: Step
@@ -438,7 +439,7 @@ class Warmups:
     def contents_watched_once(
         self, key: GraphKey, snapshot: Snapshot, *, is_varied: bool = False
     ) -> Iterator[None]:
-        """Watch contents like ``contents_watched``, but only once per family and ``is_varied``.
+        """Watch contents like ``contents_watched``, once per family and value of ``is_varied``.
 
         Args:
             key: Key that runs in the block.
@@ -459,7 +460,7 @@ class Warmups:
 
     @contextmanager
     def contents_watched(self, key: GraphKey, snapshot: Snapshot) -> Iterator[None]:
-        """Detect writes that operator schemas do not declare, and save what they change.
+        """Detect writes that operator schemas do not declare; the snapshot gets the old contents.
 
         Args:
             key: Key that runs in the block.
@@ -506,7 +507,7 @@ class Warmups:
                     yield value
 
     def _run(self, views: dict[str, Any], iterations: int = 1) -> Any:
-        """Run the step unchanged, including its compiled functions."""
+        """Run the step without disabling torch.compile."""
         with every_size_compiled():
             run = paced_warmup(self._lane, lambda: self.step(views))
             return self._backend.warmup(run, stream=self._lane.stream, iterations=iterations)

@@ -300,8 +300,8 @@ class GraphedCalls:
             runners: dict[str, RunnerStats] = {}
             for form in self._forms.values():
                 for words, one in form.stats().items():
-                    # Two forms may have the same description, for example if one passes a value by
-                    # position and the other by name.
+                    # Two forms may have the same description, for example if calls of one form pass
+                    # a value by position, and calls of the other by name.
                     count = sum(1 for name in runners if name.partition(" #")[0] == words)
                     runners[f"{words} #{count + 1}" if count else words] = one
             plain = {str(reason): count for reason, count in dict(self._plain).items()}
@@ -359,7 +359,7 @@ class GraphedCalls:
             nesting = repr(spec)
             tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
             constants = tuple(
-                # In hexadecimal, because 0.0 equals -0.0 and NaN does not equal itself.
+                # Floats in hexadecimal, because 0.0 equals -0.0 and NaN does not equal itself.
                 (at, type(one), one.hex() if isinstance(one, float) else one)
                 for at, one in enumerate(leaves)
                 if not isinstance(one, torch.Tensor)
@@ -638,10 +638,14 @@ class GraphedCalls:
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
             varied.append(f"a value was {_some(found)} (pass it as a tensor)")
-        differences = "; ".join(varied) or "the calls differ in the names or nesting of arguments"
+        reached = f"The maximum of {counted(len(forms), 'form')} of calls is reached"
+        if not varied:
+            return (
+                f"{reached}: calls differ in the names or nesting of their arguments. Pass the "
+                "arguments in the same way in all calls."
+            )
         return (
-            f"The maximum of {len(forms)} forms of calls (combinations of shapes and values) is "
-            f"reached: {differences}. To let sizes share graphs, use GraphRunner(..., "
+            f"{reached}: {'; '.join(varied)}. To let sizes share graphs, use GraphRunner(..., "
             "axes=[Axis(...)])."
         )
 

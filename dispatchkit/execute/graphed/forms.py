@@ -317,9 +317,10 @@ def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
         for path in {**before, **after}
         if path not in before or path not in after or before[path] is not after[path]
     ]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     raise CaptureError(
-        f"The step changes elements of its arguments ({', '.join(changed[:3])}), which a replay "
-        "would not do. Return the new values, and assign them outside the step.",
+        f"The step changes elements of its arguments ({', '.join(changed[:3])}{more}), which a "
+        "replay would not do. Return the new values, and assign them outside the step.",
         reason=Reason.CONTAINER_WRITTEN,
     )
 

@@ -1,8 +1,8 @@
 """Static input buffers: the memory that graphs read and ``transports`` write.
 
 A graph reads its inputs at the addresses used in its capture. Each lane has one buffer per input,
-with as many rows as the largest bucket. A batch occupies the first rows, and the padding rows after
-it must contain the input's fill value.
+and batched buffers have at least as many rows as the largest bucket. A batch occupies the first
+rows, and the padding rows after it must contain the input's fill value.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class InputBuffers:
             tensor.copy_(self.inputs.specs[name].full(self.num_rows, self.inputs.device))
 
     def poison(self, value: float = float("nan")) -> None:
-        """Overwrite all rows of floating-point inputs, so that tests detect reads of stale rows."""
+        """Overwrite all rows of batched float inputs, so that tests detect reads of stale rows."""
         if self.staging is not None:
             self.staging.wait()
         for index, _ in self.inputs.batched:

@@ -10,8 +10,8 @@ node's own data. The backend reads this data when the node is set, so the next c
 without waiting. If the host inputs do not fit into the node, the graph copies them from pinned
 memory (see ``staging``).
 
-Other inputs are copied before the launch: large inputs, inputs batched along a dimension other
-than the first, and tensors whose memory cannot be read directly.
+Other inputs are copied before the launch, for example large inputs, inputs batched along a
+dimension other than the first, and tensors whose memory cannot be read directly.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class InputPath:
         if code:
             raise ReplayError(
                 f"Disabling the copy node of a graph failed with CUDA error {code}. Earlier work "
-                "on the device may have failed. Run with CUDA_LAUNCH_BLOCKING=1 to find the call."
+                "on the device may have failed. To find the failed call, run "
+                "the program with CUDA_LAUNCH_BLOCKING=1."
             )
         self.is_idle = True
 
