@@ -155,6 +155,21 @@ def test_module_of_another_type_is_not_replayed(make_runner, quiet, form, move):
     assert runner.stats().steps_by_mode["FULL"] == 1
 
 
+def test_moved_module_of_buffers_alone_is_not_replayed(make_runner, quiet):
+    """A move replaces buffers, while it replaces only the data of parameters."""
+    layer = torch.nn.Module()
+    layer.inner = torch.nn.Module()
+    layer.inner.register_buffer("weight", torch.randn(4, 4))
+    layer.forward = lambda x: (x.to(layer.inner.weight.dtype) @ layer.inner.weight).float()
+    runner = make_runner(layer, INPUT)
+    runner.capture()
+    layer.inner.weight.mul_(2)
+    same(runner(X), layer(X))
+    layer.double()
+    same(runner(X), layer(X))
+    assert runner.stats().eager_by_reason == {"moved_module": 1}
+
+
 def test_weights_loaded_in_place_are_no_move(make_runner):
     layer, other = Layer(), Layer()
     runner = make_runner(layer, INPUT)

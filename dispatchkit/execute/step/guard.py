@@ -64,13 +64,28 @@ class Guard:
 def address_reader(module: torch.nn.Module) -> Callable[[], int]:
     """Return a function that reads the address of a tensor in a module.
 
-    A move or conversion of a module with parameters changes this address.
+    A move or conversion of a module with parameters or buffers changes this address.
     """
-    tensors = [*module.parameters(), *module.buffers()]
-    tensors = [one for one in tensors if one.layout is torch.strided]
-    floating = [one for one in tensors if one.is_floating_point()]
-    found = floating or tensors
-    return found[0].data_ptr if found else int  # int() returns 0 without a Python frame
+    weights = _sorted(module.named_parameters())
+    if weights:  # a move replaces the data of a parameter, not the parameter itself
+        return weights[0][1].data_ptr
+    buffers = _sorted(module.named_buffers())
+    if not buffers:
+        return int  # int() returns 0 without a Python frame
+    path, _, name = buffers[0][0].rpartition(".")
+    owner = module.get_submodule(path)
+
+    def read() -> int:  # a move replaces the buffer itself
+        buffer = getattr(owner, name, None)
+        return 0 if buffer is None else buffer.data_ptr()
+
+    return read
+
+
+def _sorted(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return the strided tensors with their names, floating-point tensors first."""
+    strided = [one for one in tensors if one[1].layout is torch.strided]
+    return sorted(strided, key=lambda one: not one[1].is_floating_point())
 
 
 def difference(made_under: Fingerprint, now: Fingerprint) -> str:
