@@ -344,7 +344,7 @@ class Controls:
         return any(entry is not None and entry.state is KeyState.CAPTURED for entry in entries)
 
     def get(self, key: GraphKey) -> CapturedKey | None:
-        """Return the captured key of the first lane, or None."""
+        """Return the ``CapturedKey`` of a key on the first lane, or None."""
         return self._first.lifecycle.live().get(_check_key(key))
 
     def evict(self, key: GraphKey) -> None:

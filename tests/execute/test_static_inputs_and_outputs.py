@@ -341,7 +341,10 @@ GOOD = {"x": torch.ones(3, 2), "bias": torch.ones(2)}
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"x": torch.ones(3, 2, dtype=torch.float64)}, "must be torch.float32, got torch.float64"),
+        (
+            {"x": torch.ones(3, 2, dtype=torch.float64)},
+            "must have dtype torch.float32, got torch.float64",
+        ),
         ({"x": torch.ones(3, 2, device="meta")}, "must be on cpu, got meta"),
         ({"x": torch.ones(3)}, "shape"),
         ({"x": torch.ones(3, 3)}, r"must have shape \(rows, 2\), got \(3, 3\)"),

@@ -360,7 +360,7 @@ class Warmups:
         other_sizes: Callable[[], Sequence[int]],
         seen: tuple[int, Any] | None = None,
     ) -> OutputLayout | None:
-        """Return the output layout of a key, measured once per family; None without warmups.
+        """Return the output layout of a key, reused within its family; None without warmups.
 
         Args:
             key: Key to capture.

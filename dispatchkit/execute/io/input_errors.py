@@ -104,7 +104,7 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif tensor.dtype is not spec.dtype:
             raise InputError(
                 name,
-                f"Input {name!r} must be {spec.dtype}, got {tensor.dtype}. Convert it with "
+                f"Input {name!r} must have dtype {spec.dtype}, got {tensor.dtype}. Convert it with "
                 f".to({spec.dtype}) before the call.",
             )
         elif tensor.device != device:
