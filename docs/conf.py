@@ -1,4 +1,4 @@
-"""Configuration of Sphinx, which `make docs` runs."""
+"""Sphinx configuration, used by `make docs`."""
 
 import re
 from importlib.metadata import version as _version
@@ -13,8 +13,6 @@ extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "requirements.txt"]
 myst_heading_anchors = 3
-# Pages are also read on the code host, so their links to other files of the checkout are relative
-# paths.
 myst_url_schemes = ["http", "https", "mailto"]
 
 html_theme = "furo"
@@ -25,11 +23,12 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 pygments_dark_style = "github-dark"
 
+# Pages are also read on the code host, so their links to files outside docs/ are relative paths.
 _LINK_UP = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 
 
 def _of_the_checkout(app, docname, source):
-    """Replace links to files of the checkout that are not pages with their text."""
+    """Replace each link to a file outside docs/ with the text of the link."""
     docs = Path(app.srcdir).resolve()
     folder = (docs / docname).parent
 
@@ -42,5 +41,5 @@ def _of_the_checkout(app, docname, source):
 
 
 def setup(app):
-    """Register the handler of links; Sphinx calls this function."""
+    """Register the link handler; Sphinx calls this function."""
     app.connect("source-read", _of_the_checkout)

@@ -1,4 +1,4 @@
-"""Run the examples of the tutorial if sybil is installed."""
+"""Run the examples of the tutorial if sybil, torch and dispatchkit-vllm are installed."""
 
 from __future__ import annotations
 

@@ -11,6 +11,13 @@ import pytest
 from dispatchkit.errors import CaptureError
 from dispatchkit.testing.backend_rig import HOST_SYNCS, PlannedError, Rig
 
+_WAITS: dict[str, Callable[[Rig], Any]] = {
+    "Stream.synchronize": lambda rig: rig.stream.synchronize(),
+    "GraphBackend.synchronize": lambda rig: rig.backend.synchronize(),
+    "Event.synchronize": lambda rig: rig.backend.new_event().synchronize(),
+    "Stream.query": lambda rig: rig.stream.query(),
+}
+
 
 class FailureTests:
     """Tests that a failed capture reports a reason and has no side effects."""
@@ -22,7 +29,7 @@ class FailureTests:
     # -- failed captures ------------------------------------------------------------------
 
     def _program(self, rig: Rig, state: Any, generator: Any) -> list[Callable[[], Any]]:
-        """Return operations of every kind; a callable may fail after each of them."""
+        """Return operations that create tensors, write in place or draw random numbers."""
         device = rig.backend.torch_device
         torch = rig.torch
         return [
@@ -64,12 +71,12 @@ class FailureTests:
         assert isinstance(caught.value.__cause__, PlannedError)
         assert caught.value.reason == "error"
         assert backend.current_stream_handle() == handle, f"The current stream {after}."
-        assert not backend.is_capturing(), "The backend is still capturing."
+        assert not backend.is_capturing(), "is_capturing() is True after a failed capture."
         assert gc.isenabled(), "The garbage collector is disabled after a failed capture."
-        draws = "state of the"
         same = torch.equal(rig.default_generator().get_state(), default_before)
-        assert same, f"The {draws} default generator {after}."
-        assert torch.equal(generator.get_state(), own_before), f"The {draws} generator {after}."
+        assert same, f"The state of the default generator {after}."
+        same = torch.equal(generator.get_state(), own_before)
+        assert same, f"The state of a generator passed to capture() {after}."
         assert rig.equal(state, state_before), f"A tensor outside the graph {after}."
         torch.rand(2, device=backend.torch_device)  # eager draws still work
         x.fill_(4)
@@ -82,7 +89,8 @@ class FailureTests:
         """The error has the reason ``host_sync``, and later work is not affected."""
         x = rig.torch.ones(4, 8, device=rig.backend.torch_device)
         before = rig.default_generator().get_state()
-        error = rig.refused(name, lambda: HOST_SYNCS[name](rig.torch, x + 1), reason="host_sync")
+        what = f"The host synchronization {name!r}"
+        error = rig.refused(what, lambda: HOST_SYNCS[name](rig.torch, x + 1), reason="host_sync")
         assert error.__cause__ is not None
         assert rig.torch.equal(rig.default_generator().get_state(), before)
         graph = rig.capture(lambda: x + 1)
@@ -95,7 +103,7 @@ class FailureTests:
             rig.capture(lambda: x.sum().item())
 
     def test_a_refused_call_that_the_callable_catches_still_fails(self, rig: Rig) -> None:
-        """The capture is invalid, so it must fail even if the error is caught."""
+        """The capture is invalid, so it must fail even if the callable catches the error."""
         x = rig.zeros(3)
 
         def run() -> Any:
@@ -108,21 +116,10 @@ class FailureTests:
         what = "The callable caught the error of a refused host synchronization"
         rig.refused(what, run, reason="host_sync")
 
-    @pytest.mark.parametrize(
-        "wait",
-        [
-            lambda rig: rig.stream.synchronize(),
-            lambda rig: rig.backend.synchronize(),
-            lambda rig: rig.backend.new_event().synchronize(),
-            lambda rig: rig.stream.query(),
-        ],
-        ids=["stream", "device", "event", "query"],
-    )
-    def test_waits_through_the_backend_are_refused(
-        self, rig: Rig, wait: Callable[[Rig], Any]
-    ) -> None:
-        """Devices do not allow waits during a capture, so every backend must refuse them."""
-        rig.refused("A wait", lambda: wait(rig), reason="host_sync")
+    @pytest.mark.parametrize("name", _WAITS)
+    def test_waits_through_the_backend_are_refused(self, rig: Rig, name: str) -> None:
+        """Devices refuse waits and queries during a capture, so every backend must refuse them."""
+        rig.refused(f"{name}() in a capture", lambda: _WAITS[name](rig), reason="host_sync")
         assert rig.read(rig.replayed(rig.capture(lambda: rig.zeros(1) + 1))) == [1.0]
 
     def test_captures_do_not_nest(self, rig: Rig) -> None:
@@ -140,7 +137,7 @@ class FailureTests:
         def run() -> Any:
             return rig.torch.empty(2**50, dtype=rig.torch.uint8, device=rig.backend.torch_device)
 
-        rig.refused("A tensor of a petabyte", run, reason="out_of_memory")
+        rig.refused("Allocating a petabyte", run, reason="out_of_memory")
         assert rig.read(rig.replayed(healthy)) == [1.0] * 4
 
     def test_an_interrupt_passes_through_and_leaves_everything_as_before(self, rig: Rig) -> None:
@@ -165,7 +162,7 @@ class FailureTests:
         assert rig.read(rig.replayed(rig.capture(lambda: state + 1))) == [1.0, 1.0]
 
     def test_failing_captures_reserve_no_memory(self, rig: Rig) -> None:
-        """After twenty failures of several kinds, the size of the pool is unchanged."""
+        """The pool does not grow while twenty captures fail in five different ways."""
         x = rig.zeros(1024)
         rig.capture(lambda: (x + 1) * 2)
         kinds: list[Callable[[], Any]] = [
@@ -206,7 +203,7 @@ class FailureTests:
                 rig.capture(run)
             ended = "failed" if fails else "successful"
             assert gc.isenabled() == enabled, (
-                f"The garbage collector's setting changed after a {ended} capture."
+                f"A {ended} capture changed whether the garbage collector is enabled."
             )
         finally:
             gc.enable()

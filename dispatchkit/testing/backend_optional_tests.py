@@ -23,7 +23,7 @@ def offered(rig: Rig, part: str) -> Any:
     """Return a field of ``BackendFeatures``; skip the test if the backend does not offer it."""
     found = getattr(features_of(rig.backend), part)
     if found is None:
-        pytest.skip(f"Backend {rig.backend.name!r} does not offer {part.replace('_', ' ')}.")
+        pytest.skip(f"Backend {rig.backend.name!r} does not offer BackendFeatures.{part}.")
     return found
 
 
@@ -64,8 +64,12 @@ class OptionalTests:
         assert left == 0, f"The rehearsal left {left} bytes in the pool."
         graph = rig.capture(run)
         grown = rig.backend.pool_bytes(rig.pool)
-        problem = f"The pool grew by {grown} bytes, but the rehearsal returned {expected}."
-        assert x.nbytes <= grown <= expected, problem
+        assert grown >= x.nbytes, (
+            f"The pool grew by {grown} bytes, but the output alone has {x.nbytes} bytes."
+        )
+        assert grown <= expected, (
+            f"The pool grew by {grown} bytes, but the rehearsal returned {expected}."
+        )
         assert rig.read(rig.replayed(graph)[:2]) == [4.0, 4.0]
 
     # -- meters ---------------------------------------------------------------------------
@@ -80,18 +84,21 @@ class OptionalTests:
         before = meter.device_memory()
         graph = rig.capture(run)
         after, grown = meter.device_memory(), rig.backend.pool_bytes(rig.pool)
-        assert after.reserved_bytes - before.reserved_bytes >= grown > 0, (
-            "The pool is not included in the reserved bytes."
+        reserved = after.reserved_bytes - before.reserved_bytes
+        assert reserved >= grown > 0, (
+            f"The pool grew by {grown} bytes, and reserved_bytes by {reserved}."
         )
         assert after.held_bytes - before.held_bytes >= x.nbytes, (
-            "The output is not included in the held bytes."
+            "held_bytes does not include the output."
         )
         for one in (before, after):
-            assert one.used_bytes >= one.reserved_bytes >= one.held_bytes >= 0, one
+            assert one.used_bytes >= one.reserved_bytes >= one.held_bytes >= 0, (
+                f"{one} violates used_bytes >= reserved_bytes >= held_bytes >= 0."
+            )
         graph.release()
 
     def test_workspaces_belong_to_streams_that_were_captured(self, rig: Rig) -> None:
-        """Workspaces are kept as long as graphs of the stream may use them."""
+        """Workspaces are kept as long as graphs captured on the stream may use them."""
         meter = offered(rig, "meters")
         stream, square = rig.backend.new_stream(), rig.randn(16, 16)
         assert meter.workspace_bytes(stream) >= 0
@@ -128,7 +135,9 @@ class OptionalTests:
             assert x.data_ptr() == address
             x.fill_(value)
             assert rig.read(rig.replayed(graph)[:2]) == [2 * value + 5] * 2
-        assert rig.read(outside[:1]) == [3.0], "Memory of another pool was put to sleep."
+        assert rig.read(outside[:1]) == [3.0], (
+            "sleep() also put memory outside the given pools to sleep."
+        )
         graph.release()
 
     def test_a_graph_may_be_released_while_its_memory_sleeps(self, rig: Rig) -> None:
@@ -191,7 +200,7 @@ class OptionalTests:
         assert rig.read(count) == [2.0], "Two direct launches did not run the graph twice."
 
     def test_a_graph_of_somebody_else_has_no_direct_launch(self, rig: Rig) -> None:
-        """A runner also accepts graphs of other code, which offer only ``replay``."""
+        """A runner also accepts graphs captured by other code, which offer only ``replay``."""
         launches = offered(rig, "direct_launches")
 
         class Foreign:
@@ -213,7 +222,7 @@ class OptionalTests:
         direct_launch(rig, graph)
         graph.release()
         assert_refused(
-            lambda: launches.direct_launch(graph), "A released graph returned a launch function."
+            lambda: launches.direct_launch(graph), "direct_launch() accepted a released graph."
         )
 
     # -- uploads --------------------------------------------------------------------------
@@ -237,7 +246,9 @@ class OptionalTests:
         if not uploads.upload(graph, rig.stream):
             pytest.skip(f"Backend {rig.backend.name!r} cannot upload this graph.")
         graph.release()
-        assert_refused(lambda: uploads.upload(graph, rig.stream), "A released graph was uploaded.")
+        assert_refused(
+            lambda: uploads.upload(graph, rig.stream), "upload() accepted a released graph."
+        )
 
     # -- copy nodes -----------------------------------------------------------------------
 
@@ -273,7 +284,7 @@ class OptionalTests:
         for batch in (rig.randn(3, 4), rig.randn(3, 4)):
             data.copy_(torch.arange(3.0))
             code = set_node([batch])
-            assert not code, f"The node was not set: error code {code}."
+            assert not code, f"Setting the node failed with error code {code}."
             data.fill_(-1)  # no effect, because the data was read when the node was set
             graph.replay()
             assert rig.equal(graph.outputs[0][:3], batch * 2), (
@@ -330,7 +341,7 @@ class OptionalTests:
 
         notes = self._noted(rig, unwatched, run)
         if not notes.is_plain:
-            pytest.skip("These notes cannot be used instead of a watch.")
+            pytest.skip("The notes of this warmup cannot replace a watch.")
         graph: Any = rig.capture(run, notes=notes)
         self._assert_holds(rig, graph, x, weights)
 
@@ -341,7 +352,7 @@ class OptionalTests:
 
         notes: Any = unwatched.new_notes()
         if notes is None:
-            pytest.skip(f"Backend {rig.backend.name!r} does not support notes.")
+            pytest.skip(f"Backend {rig.backend.name!r} does not support warmup notes.")
 
         class RecordingMode(TorchDispatchMode):
             def __torch_dispatch__(

@@ -81,7 +81,7 @@ class RandomTests:
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 3
 
     def test_seeding_again_repeats_the_replays(self, rig: Rig) -> None:
-        """Replays use the current seed instead of the seed during the capture."""
+        """Replays use the current seed, not the seed at the capture."""
         graph = rig.capture(lambda: rig.torch.rand(8, device=rig.backend.torch_device))
         rig.default_generator().manual_seed(5)
         first = rig.replayed(graph)
@@ -127,7 +127,7 @@ class RandomTests:
                     graph.replay()
                     drawn.append(graph.outputs.clone())
         right = equal_draws(rig, drawn, expected)
-        assert right == [True] * 8, f"Draws on two streams differ from eager: {right}"
+        assert right == [True] * 8, f"Draws on two streams differ from eager (True: equal): {right}"
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
         """The backend must order the streams even if the graph has no outputs."""
@@ -150,7 +150,9 @@ class RandomTests:
             with rig.backend.use_stream(streams[number % 2]):
                 graph.replay()
         right = equal_draws(rig, list(place), expected)
-        assert right == [True] * 4, f"Draws of a graph on two streams differ from eager: {right}"
+        assert right == [True] * 4, (
+            f"Draws of a graph on two streams differ from eager (True: equal): {right}"
+        )
 
     def test_a_capture_leaves_draws_in_flight_alone(self, rig: Rig) -> None:
         """The setup of a capture must not change the seed before replays in flight read it."""
@@ -169,10 +171,12 @@ class RandomTests:
         other.replay()
         drawn.append(other.outputs.clone())
         right = equal_draws(rig, drawn, expected)
-        assert right == [True] * 3, f"A capture changed the draws of a replay in flight: {right}"
+        assert right == [True] * 3, (
+            f"A capture changed the draws of a replay in flight (True: as in eager): {right}"
+        )
 
     def test_a_replay_after_a_capture_draws_with_its_own_seed(self, rig: Rig) -> None:
-        """The work queued before the capture may still be running when the replay is launched."""
+        """Work queued before the capture may still be running when the replay is launched."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
         graph = capture_into_new_pool(rig, drawing(rig, work=4))
         source.manual_seed(9)
@@ -218,7 +222,7 @@ class RandomTests:
         graphs = [capture_into_new_pool(rig, drawing(rig)) for _ in range(2)]
         streams = [rig.backend.new_stream() for _ in graphs]
         for graph in graphs:
-            graph.replay()  # determines whether it draws
+            graph.replay()  # the first replay determines whether the graph draws
         rig.backend.synchronize()
         source.manual_seed(12)
         drawn: list[Any] = []

@@ -36,19 +36,19 @@ class Rig:
         return self.torch.randn(*shape, device=self.backend.torch_device)
 
     def occupy(self, times: int = 1) -> None:
-        """Queue about 10 ms of work ``times`` times on the current stream; allowed in captures."""
+        """Queue ``times`` pieces of work (each 10 ms on CUDA); also allowed in a capture."""
         for _ in range(times):
             if self.backend.torch_device == "cpu":
                 self.zeros(8, 8).add_(1).mul_(2)
             else:
-                self.torch.cuda._sleep(20_000_000)  # noqa: SLF001 - no public API waits on the device
+                self.torch.cuda._sleep(20_000_000)  # noqa: SLF001 - no public API delays the device
 
     def generator(self, seed: int = 7) -> Any:
         """Return a new generator on the backend's device."""
         return self.torch.Generator(device=self.backend.torch_device).manual_seed(seed)
 
     def default_generator(self) -> Any:
-        """Return the default generator."""
+        """Return the default generator of the backend's device."""
         if self.backend.torch_device == "cpu":
             return self.torch.default_generator
         return self.torch.cuda.default_generators[
@@ -87,7 +87,7 @@ class Rig:
         return graph.outputs.clone()
 
     def equal(self, left: Any, right: Any) -> bool:
-        """Return whether two tensors are bitwise equal."""
+        """Synchronize, and return whether two tensors are equal."""
         self.backend.synchronize()
         return bool(self.torch.equal(left, right))
 

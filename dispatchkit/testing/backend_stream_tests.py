@@ -86,7 +86,7 @@ class StreamTests:
         assert rig.backend.pool_bytes(rig.pool) == 0
 
     def test_a_shared_pool_is_smaller_than_a_pool_each(self, rig: Rig) -> None:
-        """If the largest graph is captured first, other graphs hardly increase the pool."""
+        """If the largest graph is captured first, the other graphs add little to the pool."""
         base = rig.zeros(1 << 22)
         sizes = [1 << shift for shift in (22, 21, 20, 19)]
 
@@ -139,7 +139,7 @@ class StreamTests:
         assert seen == [start], "use_stream changed another thread's current stream."
 
     def test_streams_are_distinct_up_to_the_limit(self, rig: Rig) -> None:
-        """Lanes that share a stream would wait for each other without an error."""
+        """Lanes that share a stream would silently wait for each other."""
         limit = rig.backend.capabilities.max_streams
         if limit is None:
             pytest.skip(f"Backend {rig.backend.name!r} reports no limit on streams.")
@@ -213,7 +213,7 @@ class StreamTests:
         assert rig.stream.query()
 
     def test_timing_events_measure(self, rig: Rig) -> None:
-        """``elapsed_us`` returns the microseconds between two events."""
+        """``elapsed_us`` returns the time between two events in microseconds."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         x = rig.zeros(1 << 16)
         start.record()
@@ -229,14 +229,14 @@ class StreamTests:
         start.record()
         end.record()
         end.synchronize()
-        problem = "An event without timing returned a time"
+        problem = "elapsed_us() of an event without timing returned a time"
         refuses(problem, ConfigError, lambda: start.elapsed_us(end))
 
     def test_a_time_that_was_never_taken_is_an_error(self, rig: Rig) -> None:
         """Both events must be recorded before the time is read."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         start.record()
-        problem = "The time to an event that was never recorded was returned"
+        problem = "elapsed_us() returned the time to an event that was never recorded"
         refuses(problem, ReplayError, lambda: start.elapsed_us(end))
 
     # -- warmup ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-# pytest rewrites asserts to show values only in registered modules.
+# pytest shows the values in a failed assert only if the module is registered.
 _PARTS = (
     "capture_tests",
     "failure_tests",
@@ -42,7 +42,7 @@ class BackendTests(
 ):
     """Test kit for a GraphBackend and the optional protocols that it offers.
 
-    Subclass it and define ``make_backend``.
+    Subclass it under a name that starts with ``Test``, and define ``make_backend``.
     """
 
     def make_backend(self) -> GraphBackend:
@@ -50,7 +50,7 @@ class BackendTests(
         raise NotImplementedError(f"{type(self).__name__} must define make_backend().")
 
     def release_unused_memory(self, rig: Rig) -> None:
-        """Return unused memory to the device, if the backend caches it."""
+        """Return unused memory to the device; override this if the backend caches memory."""
         gc.collect()
 
     @pytest.fixture

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from dispatchkit.dispatch import Decision, GraphView, Policy, Reason, policy_traits
+from dispatchkit.dispatch.acceptance import describe_exception
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import Batch, DispatchConfig, GraphKey, RuntimeMode
 from dispatchkit.registry import GraphRegistry
@@ -60,7 +61,7 @@ class Case:
         try:
             answer = asked.decide(batch, self.graphs)
         except Exception as error:  # noqa: BLE001 - any exception is a finding
-            self.fail(f"decide raised {type(error).__name__}: {error}", batch, cause=error)
+            self.fail(f"decide {describe_exception(error)}", batch, cause=error)
         if answer is None:
             return Decision.eager(Reason.NO_ANSWER)
         if not isinstance(answer, Decision):
@@ -104,6 +105,12 @@ def _short(batch: Batch) -> str:
     return ", ".join(parts)
 
 
+def show_different(one: Decision, other: Decision) -> tuple[str, str]:
+    """Return two different decisions as text, with all fields if their short texts are equal."""
+    short = str(one), str(other)
+    return short if short[0] != short[1] else (repr(one), repr(other))
+
+
 _Check = Callable[[Any, Case], None]
 
 
@@ -114,7 +121,7 @@ def for_all_cases(
     all_captured: bool = False,
     share: float = 1.0,
 ) -> Callable[[_Check], Callable[[Any], None]]:
-    """Decorate a check of one case to make it a test of many cases.
+    """Return a decorator that turns a check of one case into a test of many cases.
 
     Args:
         trait: Skip the test if the policy does not claim this trait.
@@ -154,7 +161,7 @@ class CaseRunner:
         raise NotImplementedError(f"{type(self).__name__} must define make_policy().")
 
     def configs(self) -> st.SearchStrategy[DispatchConfig]:
-        """Return the configurations to test.
+        """Return a hypothesis strategy for the configurations to test.
 
         ``declare`` may reject a configuration by raising ConfigError. Override this method if a
         policy supports only a few configurations.
@@ -164,7 +171,7 @@ class CaseRunner:
     # -- internals ------------------------------------------------------------------------
 
     def skip_unless(self, trait: str | None, *, learning: bool) -> None:
-        """Skip the test if the policy does not claim the trait or does not learn."""
+        """Skip the test if the policy lacks the trait or, for ``learning``, does not learn."""
         policy = self.make_policy()
         if trait is not None and trait not in policy_traits(policy):
             raise unittest.SkipTest(f"trait {trait} is not claimed")
@@ -180,16 +187,18 @@ class CaseRunner:
         wanted = hypothesis.settings.default
         usual = 100 if wanted is None else wanted.max_examples
         drawn = _draw(self, max(5, round(usual * self.max_examples / 100)))
+        tried = drawn[: max(5, round(len(drawn) * share))]
         accepted = 0
-        for config, seed in drawn[: max(5, round(len(drawn) * share))]:
+        for config, seed in tried:
             case = self._case(config, random.Random(seed), all_captured=all_captured)
             if case is not None:
                 accepted += 1
                 check(case)
         if accepted == 0:
             raise AssertionError(
-                f"declare rejected all {len(drawn)} configurations, so nothing was tested. "
-                "Override configs() to return configurations that the policy supports."
+                f"declare rejected every configuration ({len(tried)} tried), so nothing was "
+                "tested. Override configs(), or pass configs to run_policy_conformance, to draw "
+                "configurations that the policy supports."
             )
 
     def _case(
@@ -198,15 +207,17 @@ class CaseRunner:
         policy = self.make_policy()
         try:
             answer: Any = policy.declare(config)
-            keys: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
+            is_iterable = isinstance(answer, Iterable)
+            keys: list[Any] = list(answer) if is_iterable else []
         except ConfigError:
             return None  # a policy may reject configurations
         except Exception as error:
-            problem = f"declare raised {type(error).__name__}: {error}"
+            problem = f"declare {describe_exception(error)}"
             raise AssertionError(f"{problem}\n  config: {config!r}") from error
         odd = [key for key in keys if not isinstance(key, GraphKey)]
-        if odd:
-            raise AssertionError(f"declare returned {odd[0]!r}, which is not a GraphKey")
+        if odd or not is_iterable:
+            given = f"the key {odd[0]!r}" if odd else repr(answer)
+            raise AssertionError(f"declare returned {given}, but must return only GraphKeys")
         registry = GraphRegistry()
         registry.declare(keys)
         modes = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})

@@ -28,14 +28,14 @@ _HOLDS, _FAILS, _SKIPPED = "holds", "FAILS", "not tested"
 
 @attrs.frozen
 class Finding:
-    """The test result of one property.
+    """The result of testing one property.
 
     Attributes:
         name: Name of the property.
         holds: Whether the property holds; None if it was not tested.
         trait: The trait that requires the property; "" for the core set.
-        message: The violation, or the reason why the property was not tested.
-        why: The harm of violating the property.
+        message: The violation, or the reason why the property was not tested; "" if it holds.
+        why: The property and the harm of violating it, from the docstring of its test.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Verdict:
     Attributes:
         policy: Name of the policy.
         findings: One finding per property, in test order.
-        claimed: Traits that the policy claims.
+        claimed: Known traits that the policy claims.
         unknown: Claimed traits that do not exist.
         seed: Seed of the random cases.
         kind: "policy" or "lane policy".
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def not_claimed(self) -> tuple[str, ...]:
-        """Traits that the policy does not claim."""
+        """Known traits that the policy does not claim."""
         return tuple(sorted(self._traits - set(self.claimed)))
 
     def raise_if_failed(self) -> None:
@@ -101,12 +101,13 @@ class Verdict:
             if each.holds is False:
                 lines += [f"              {line}" for line in each.message.splitlines()]
                 lines += [f"              why: {each.why}"]
-        lines.append(f"  claimed: {', '.join(self.claimed) or 'no trait'}")
-        lines.append(f"  not claimed, not tested: {', '.join(self.not_claimed) or 'no trait'}")
+        lines.append(f"  claimed: {', '.join(self.claimed) or 'no traits'}")
+        if self.not_claimed:
+            lines.append(f"  not claimed, not tested: {', '.join(self.not_claimed)}")
         if self.unknown:
             known = ", ".join(sorted(self._traits))
             lines.append(
-                f"    unknown traits claimed: {', '.join(self.unknown)} (known traits: {known})"
+                f"  unknown traits claimed: {', '.join(self.unknown)} (known traits: {known})"
             )
         return "\n".join(lines)
 
@@ -121,8 +122,8 @@ def run_policy_conformance(
     """Test a policy against the core set and the traits that it claims.
 
     Args:
-        policy: A fresh policy, or a factory, such as its class. For an instance, deep
-            copies are tested, and the instance does not change.
+        policy: A fresh policy, or a factory of policies, such as a class. If a policy is given,
+            deep copies of it are tested, and it does not change.
         seed: Seed of the random cases; the same seed gives the same verdict.
         max_examples: Number of cases per property, scaled with the hypothesis profile's
             ``max_examples`` (relative to 100).
@@ -130,7 +131,10 @@ def run_policy_conformance(
             configurations.
 
     Returns:
-        The verdict. A faulty policy does not raise; ``raise_if_failed`` does.
+        The verdict. ``Verdict.raise_if_failed`` raises if the policy has a fault.
+
+    Raises:
+        TypeError: ``policy`` is neither a policy nor a factory of policies.
     """
     make = _factory(policy, "decide")
 
@@ -157,13 +161,16 @@ def run_lane_policy_conformance(
     """Test a lane policy against the core set and the traits that it claims.
 
     Args:
-        policy: A fresh lane policy, or a factory, such as its class. For an instance, deep
-            copies are tested, and the instance does not change.
+        policy: A fresh lane policy, or a factory of lane policies, such as a class. If a lane
+            policy is given, deep copies of it are tested, and it does not change.
         seed: Seed of the random schedules; the same seed gives the same verdict.
         max_examples: Number of schedules per property.
 
     Returns:
-        The verdict. A faulty lane policy does not raise; ``raise_if_failed`` does.
+        The verdict. ``Verdict.raise_if_failed`` raises if the lane policy has a fault.
+
+    Raises:
+        TypeError: ``policy`` is neither a lane policy nor a factory of lane policies.
     """
     make = _factory(policy, "choose")
 
@@ -201,8 +208,10 @@ def _factory(policy: Any, asked: str) -> Callable[[], Any]:
         return make
     wanted = next(kind for method, kind, _ in _KINDS if method == asked)
     hints = [f" For {kind}, use {test}." for method, kind, test in _KINDS if hasattr(first, method)]
+    source = "" if first is policy else " from the factory"
     raise TypeError(
-        f"policy must be {wanted} or a factory that returns one, got {first!r}.{''.join(hints)}"
+        f"policy must be {wanted} (an object with the method {asked}()) or a factory that returns "
+        f"one, got {first!r}{source}.{''.join(hints)}"
     )
 
 

@@ -138,7 +138,8 @@ class LanePolicyTests:
         """``choose`` always returns the index of an existing lane.
 
         Eager steps have no key, all lanes may be busy, and there may be only one lane. If
-        ``choose`` raises or returns anything else, the step runs on the least busy lane.
+        ``choose`` raises or returns anything else, the step runs on the least busy lane, or raises
+        in strict mode.
         """
         for schedule in self._schedules():
             for _ in self._play(self.make_lane_policy(), schedule):
@@ -148,7 +149,7 @@ class LanePolicyTests:
         """Two fresh policies choose the same lanes for the same history.
 
         A failure that depends on chance, the clock or the address of an object cannot be
-        reproduced. Keys are compared by value, not by identity.
+        reproduced. A policy must compare keys by value, not by identity.
         """
         for schedule in self._schedules():
             first = [lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)]
@@ -195,7 +196,9 @@ class LanePolicyTests:
             for (step, lane, _), (_, other, _) in zip(with_keys, without, strict=True):
                 if lane != other:
                     self._fail(
-                        f"chose lane {lane} by the key, but does not set needs_key = True", step
+                        f"chose lane {lane}, but lane {other} if steps have no keys; set "
+                        "needs_key = True to receive keys",
+                        step,
                     )
 
     # -- placement of keys ----------------------------------------------------------------
@@ -235,7 +238,7 @@ class LanePolicyTests:
                     )
 
     def test_stream_priorities_fit_the_lanes(self) -> None:
-        """``stream_priorities`` always returns one integer of at least 0 per lane.
+        """``stream_priorities`` always returns one non-negative integer per lane.
 
         A runner creates its streams with these priorities. With an invalid value, the runner cannot
         be created.
@@ -246,7 +249,7 @@ class LanePolicyTests:
                 first = lane_priorities(policy, number, name=policy_name(policy))
                 second = lane_priorities(self.make_lane_policy(), number, name=policy_name(policy))
             except PolicyError as error:
-                self._fail(f"{error} (with {counted(number, 'lane')})")
+                self._fail(f"with {counted(number, 'lane')}, {_without_name(error)}")
             if first != second:
                 self._fail(
                     f"stream_priorities returned {first} and {second} for {counted(number, 'lane')}"
@@ -264,9 +267,9 @@ class LanePolicyTests:
             )
 
     def test_trait_spreads_uses_every_lane(self) -> None:
-        """If steps have many different keys, every lane gets some of them.
+        """If steps have many different keys, every lane gets some of the steps.
 
-        Each lane has its own buffers and graphs, whose memory is wasted on an unused lane.
+        Each lane has its own buffers and graphs. On an unused lane, their memory is wasted.
         """
         self._skip_unless("spreads")
         for number in range(1, MOST_LANES + 1):
@@ -274,19 +277,26 @@ class LanePolicyTests:
             used = {lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)}
             if len(used) < number:
                 idle = sorted({*range(number)} - used)
-                self._fail(f"used lanes {sorted(used)} in {32 * number} steps, but never {idle}")
+                self._fail(
+                    f"used lanes {sorted(used)} in {32 * number} steps, but never lanes {idle}"
+                )
 
     def test_trait_sticky_keeps_a_key_on_its_lanes(self) -> None:
         """Steps run on lanes that have the graph of their key, even if these lanes are busy."""
         self._skip_unless("sticky")
         for schedule in self._schedules():
             for step, lane, lanes in self._play(self.make_lane_policy(), schedule):
-                holders = [] if step.key is None else [x for x in lanes if x.holds(step.key)]
-                if holders and lane not in [holder.index for holder in holders]:
-                    self._fail(f"chose lane {lane}, but only {holders} have the graph", step)
+                key = step.key
+                holders = [] if key is None else [x.index for x in lanes if x.holds(key)]
+                if holders and lane not in holders:
+                    self._fail(
+                        f"chose lane {lane}, which does not have the graph of the key; lanes with "
+                        f"the graph: {', '.join(map(str, holders))}",
+                        step,
+                    )
 
     def test_trait_balances_takes_the_least_busy(self) -> None:
-        """No other lane has both fewer unfinished steps and fewer tokens than the chosen lane.
+        """No lane has both fewer unfinished steps and fewer unfinished tokens than the chosen one.
 
         Lanes finish their steps at different times, so the load is the number of unfinished steps,
         not of all submitted steps.
@@ -320,7 +330,7 @@ class LanePolicyTests:
                 answer = policy.choose(step, tuple(lanes))
             except Exception as error:  # noqa: BLE001 - any exception is a finding
                 problem = f"choose raised {type(error).__name__}: {error}".rstrip(": ")
-                self._fail(f"{problem} with {lanes}", step, cause=error)
+                self._fail(f"{problem} (lanes: {lanes})", step, cause=error)
             fault = lane_fault(answer, len(lanes))
             if fault:
                 self._fail(f"choose {fault}", step)
@@ -335,7 +345,7 @@ class LanePolicyTests:
         try:
             return lanes_by_key(policy, keys, num_lanes, name=policy_name(policy))
         except PolicyError as error:
-            self._fail(f"{error} (with {counted(num_lanes, 'lane')})")
+            self._fail(f"with {counted(num_lanes, 'lane')}, {_without_name(error)}")
 
     def _skip_unless(self, trait: str) -> None:
         if trait not in policy_traits(self.make_lane_policy()):
@@ -347,7 +357,12 @@ class LanePolicyTests:
         name = policy_name(self.make_lane_policy())
         lines = [f"Lane policy {name!r}: {problem}"]
         if step is not None:
-            lines.append(
-                f"  step: {counted(step.num_tokens, 'token')}, key {step.key}, {step.priority=}"
-            )
+            key = "no key" if step.key is None else f"key {step.key}"
+            tokens = counted(step.num_tokens, "token")
+            lines.append(f"  step: {tokens}, {key}, priority {step.priority}")
         raise AssertionError("\n".join(lines)) from cause
+
+
+def _without_name(error: PolicyError) -> str:
+    """Return the message of an error without the name of the policy."""
+    return f"{error.hook} {str(error).partition(f'{error.hook}: ')[2]}"

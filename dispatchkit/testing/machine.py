@@ -38,7 +38,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         raise NotImplementedError(f"{type(self).__name__} must define make_policy().")
 
     def make_configs(self) -> st.SearchStrategy[DispatchConfig]:
-        """Return the configurations to try."""
+        """Return a hypothesis strategy for the configurations to test."""
         return configs()
 
     @initialize(data=st.data(), lazy=st.booleans())
@@ -119,7 +119,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def ask_again(self, data: st.DataObject) -> None:
-        """Forget the learned change of one cell."""
+        """Drop the learned change of a cell, so that the policy is called again."""
         batch = data.draw(batches(self.config))
         self.dispatcher.update(CellUpdate(batch, None))
         self.learnt.pop(self._cell(batch), None)
@@ -234,7 +234,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_fault_of_the_policy(self) -> None:
-        """Check that the dispatcher counted no fault of the correct policy."""
+        """Check that the dispatcher counted no policy faults."""
         if hasattr(self, "dispatcher"):
             assert self.dispatcher.num_policy_errors == 0
 

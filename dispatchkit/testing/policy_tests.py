@@ -25,12 +25,13 @@ from dispatchkit.dispatch import (
     Reason,
     policy_traits,
 )
+from dispatchkit.dispatch.acceptance import describe_exception
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.errors import ConfigError, NoGraphError, counted
 from dispatchkit.keys import ALLOWED_MODES, Batch, CUDAGraphMode, GraphKey, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing import strategies
-from dispatchkit.testing.cases import Case, CaseRunner, for_all_cases
+from dispatchkit.testing.cases import Case, CaseRunner, for_all_cases, show_different
 from dispatchkit.testing.samples import (
     graph_view,
     make_batch,
@@ -71,11 +72,14 @@ class PolicyTests(CaseRunner):
         ):
             keys = case.declare(policy)
             if keys != case.keys:
-                differing = [str(key) for key in {*keys} ^ {*case.keys}]
-                problem = (
-                    f"other keys: {differing}" if differing else "the keys in a different order"
-                )
-                case.fail(f"declare returned {problem} in {call}")
+                differing = sorted(map(str, {*keys} ^ {*case.keys}))
+                more = f", and {len(differing) - 6} more" if len(differing) > 6 else ""
+                problem = "the same keys in a different order or number"
+                if differing:
+                    problem = (
+                        f"different keys; only one result contains {', '.join(differing[:6])}{more}"
+                    )
+                case.fail(f"In {call}, declare returned {problem}")
 
     @for_all_cases(share=0.5)
     def test_declared_keys_keep_within_the_limits(self, case: Case) -> None:
@@ -87,9 +91,8 @@ class PolicyTests(CaseRunner):
         counts as one.)
         """
         config, mode = case.config, case.config.mode
+        most_loras = config.max_loras + (config.max_loras > 0)
         for key in case.keys:
-            if not isinstance(key, GraphKey):
-                case.fail(f"declare returned {key!r}, which is not a GraphKey")
             descriptor = key.descriptor
             decode = descriptor.uniform or descriptor.max_query_len is not None
             faults = {
@@ -99,8 +102,8 @@ class PolicyTests(CaseRunner):
                 f"more requests than max_num_seqs ({config.max_num_seqs})": (
                     (descriptor.num_reqs or 0) > config.max_num_seqs
                 ),
-                f"more adapters than max_loras ({config.max_loras})": (
-                    descriptor.num_active_loras > config.max_loras + (config.max_loras > 0)
+                f"more than {counted(most_loras, 'adapter')} (max_loras is {config.max_loras})": (
+                    descriptor.num_active_loras > most_loras
                 ),
                 f"a query length not in {config.query_lens}": (
                     descriptor.uniform and descriptor.query_len not in config.query_lens
@@ -118,7 +121,7 @@ class PolicyTests(CaseRunner):
                 ),
             }
             for fault in (text for text, broken in faults.items() if broken):
-                case.fail(f"declared {key}: {fault}")
+                case.fail(f"declare returned {key}: {fault}")
 
     # -- decisions ----------------------------------------------------------------------
 
@@ -127,8 +130,8 @@ class PolicyTests(CaseRunner):
         """For batches within the limits, ``decide`` does not raise, and returns a Decision or None.
 
         The dispatcher calls ``decide`` while serving. If ``decide`` raises for a batch, every step
-        with an equal batch runs eager. ``decide`` must not change the registry, because the
-        executor controls which keys can be dispatched.
+        with an equal batch runs eager, or raises in strict mode. ``decide`` must not change the
+        registry, because the executor controls which keys can be dispatched.
         """
         before = dict(case.registry.entries)
         for batch in case.batches():
@@ -136,7 +139,7 @@ class PolicyTests(CaseRunner):
             mode = RuntimeMode.NONE if decision.key is None else decision.key.mode
             if decision.mode is not mode:
                 case.fail(
-                    f"returned mode {decision.mode} with key {decision.key}; "
+                    f"decide returned mode {decision.mode} with key {decision.key}; "
                     "the mode must be that of the key, or NONE without a key",
                     batch,
                 )
@@ -147,19 +150,18 @@ class PolicyTests(CaseRunner):
     def test_chosen_key_was_declared(self, case: Case) -> None:
         """``decide`` chooses only declared keys.
 
-        One function should create the keys for ``declare`` and ``decide``. If two pieces of code
-        compute the keys, they drift apart. The graph captured for a batch is then never found, and
-        the step always runs eager without an error.
+        Create the keys for ``declare`` and ``decide`` in one function. If two pieces of code create
+        them, they drift apart. The captured graphs are then never used, and steps run eager.
         """
         known = set(case.keys)
         for batch in case.batches():
             key = case.decide(batch).key
             if key is not None and key not in known:
-                case.fail(f"chose {key}, which was not declared", batch)
+                case.fail(f"decide chose {key}, which declare did not return", batch)
 
     @for_all_cases()
     def test_chosen_graph_covers_the_batch(self, case: Case) -> None:
-        """The bucket has at least the tokens, requests and adapters of the batch.
+        """The bucket has at least as many tokens, requests and adapters as the batch.
 
         With a smaller bucket, the caller would read rows that the graph did not compute.
         """
@@ -174,7 +176,7 @@ class PolicyTests(CaseRunner):
                 ("num_active_loras", descriptor.num_active_loras, batch.num_active_loras),
             ):
                 if has is not None and needs is not None and has < needs:
-                    problem = f"chose {key} for a batch with {what}={needs}"
+                    problem = f"decide chose {key} for a batch with {what}={needs}"
                     case.fail(problem, batch)
 
     @for_all_cases()
@@ -196,9 +198,14 @@ class PolicyTests(CaseRunner):
                 batch.max_query_len is None or batch.max_query_len > descriptor.max_query_len
             )
             if wrong_length or too_long:
-                length = f"uniform batch with {counted(batch.query_len, 'token')} per request"
-                kind = length if batch.uniform else "mixed batch"
-                case.fail(f"chose {key} for a {kind}", batch)
+                kind = "a mixed batch"
+                if batch.uniform:
+                    length = counted(batch.query_len, "token")
+                    kind = f"a uniform batch with {length} per request"
+                elif batch.max_query_len is not None:
+                    length = counted(batch.max_query_len, "token")
+                    kind = f"a decode batch with up to {length} per request"
+                case.fail(f"decide chose {key} for {kind}", batch)
 
     @for_all_cases()
     def test_constraints_go_before_preferences(self, case: Case) -> None:
@@ -211,19 +218,22 @@ class PolicyTests(CaseRunner):
             key = case.decide(batch).key
             if key is not None and not batch.allows(key.mode):
                 names = ", ".join(sorted(mode.name for mode in batch.allowed_modes))
-                case.fail(f"chose {key}, but only {names} may run", batch)
+                case.fail(f"decide chose {key}, but the batch allows only {names}", batch)
 
     @for_all_cases()
     def test_only_ready_graphs_are_chosen(self, case: Case) -> None:
-        """Failed, evicted, stale, disabled and uncaptured graphs are not chosen.
+        """Graphs that cannot run are never chosen.
 
-        Such a graph cannot be replayed. The dispatcher counts a fault of the policy and runs the
-        step eager, even if another graph is ready.
+        Failed, stale and disabled graphs cannot run. Evicted and uncaptured graphs can run only
+        with lazy capture, which first captures them. If a graph that cannot run is chosen, the
+        dispatcher counts a fault of the policy and runs the step eager, even if another graph is
+        ready.
         """
         for batch in case.batches():
             key = case.decide(batch).key
             if key is not None and not case.graphs.is_ready(key):
-                case.fail(f"chose {key}, which cannot run: {case.graphs.why_not(key)}", batch)
+                why = case.graphs.why_not(key)
+                case.fail(f"decide chose {key}, which cannot run: {why}", batch)
 
     @for_all_cases()
     def test_a_batch_that_fits_a_graph_gets_one_or_a_reason(self, case: Case) -> None:
@@ -241,14 +251,18 @@ class PolicyTests(CaseRunner):
             known = {case.graphs.why_not(key) for key in case.keys}
             if not reason or reason == Reason.HIT:
                 case.fail(
-                    f"returned eager with the reason {reason!r}; say why no graph runs", batch
+                    f"decide returned eager with the reason {reason!r}; give the reason why no "
+                    "graph runs",
+                    batch,
                 )
             if reason == Reason.ABOVE_LARGEST and fits is not None:
-                case.fail(f"returned eager ({reason}), although {fits} is ready and fits", batch)
+                case.fail(
+                    f"decide returned eager ({reason}), although {fits} is ready and fits", batch
+                )
             if reason == Reason.EMPTY_BATCH:
                 case.fail(
-                    f"returned eager ({reason}) for {counted(batch.num_tokens, 'token')}, "
-                    "but the reason is only for empty batches",
+                    f"decide returned eager ({reason}) for {counted(batch.num_tokens, 'token')}, "
+                    "but this reason is only for empty batches",
                     batch,
                 )
             graph_states = (
@@ -256,7 +270,7 @@ class PolicyTests(CaseRunner):
                 *(Reason.STALE, Reason.DISABLED),
             )
             if reason in graph_states and reason not in known:
-                case.fail(f"returned eager ({reason}), but no graph is in this state", batch)
+                case.fail(f"decide returned eager ({reason}), but no graph is in this state", batch)
 
     @for_all_cases()
     def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
@@ -273,7 +287,7 @@ class PolicyTests(CaseRunner):
             decision = case.decide(batch)
             problem = broken_constraint(decision, batch, case.graphs) if decision.parts else None
             if problem is not None:
-                case.fail(problem, batch)
+                case.fail(f"decide {problem}", batch)
         outcomes = self._outcomes(case, case.policy, batches[:4], failures=False)
         for outcome in outcomes if learns else ():
             for update in self._observe(case, case.policy, outcome):
@@ -281,19 +295,21 @@ class PolicyTests(CaseRunner):
                     continue
                 problem = broken_constraint(update.decision, update.batch, case.graphs)
                 if problem is not None:
-                    case.fail(f"observe requested a decision that {problem}", update.batch)
+                    case.fail(f"observe requested an invalid decision: {problem}", update.batch)
 
     def test_a_plain_batch_gets_a_graph(self) -> None:
         """If all graphs are captured, at least one batch replays in a common configuration.
 
         A policy that never chooses a graph would pass all other tests.
         """
+        accepted = 0
         for config in usual_configs():
             policy = self.make_policy()
             try:
                 keys = list(policy.declare(config))
             except ConfigError:
                 continue
+            accepted += 1
             registry = GraphRegistry()
             registry.declare(keys)
             for key in keys:
@@ -304,10 +320,15 @@ class PolicyTests(CaseRunner):
                     answer = policy.decide(make_batch(config, num_tokens, uniform=uniform), view)
                     if answer is not None and answer.key is not None:
                         return
-        raise AssertionError(
+        problem = (
             "decide chose no graph for any batch at a capture size in the configurations of "
-            "usual_configs(), although all graphs were captured."
+            "usual_configs(), although all declared graphs were captured."
         )
+        if not accepted:
+            problem = (
+                "declare rejected every configuration of usual_configs(); accept at least one."
+            )
+        raise AssertionError(f"{problem} usual_configs() is in dispatchkit.testing.samples.")
 
     # -- assumptions of the dispatcher's table ------------------------------------------
 
@@ -323,7 +344,8 @@ class PolicyTests(CaseRunner):
         first = [case.decide(batch) for batch in batches]
         for batch, before in zip(reversed(batches), reversed(first), strict=True):
             if (now := case.decide(batch)) != before:
-                case.fail(f"returned {before}, then {now}", batch)
+                first_text, then = show_different(before, now)
+                case.fail(f"decide returned {first_text}, then {then}", batch)
 
     @for_all_cases()
     def test_same_history_same_decision(self, case: Case) -> None:
@@ -337,15 +359,18 @@ class PolicyTests(CaseRunner):
         for batch in case.batches():
             mine, theirs = case.decide(batch), case.decide(batch, other)
             if mine != theirs:
-                case.fail(f"returned {mine}, but a fresh policy returned {theirs}", batch)
+                text, other_text = show_different(mine, theirs)
+                case.fail(
+                    f"decide returned {text}, but a fresh policy returned {other_text}", batch
+                )
 
     @for_all_cases()
     def test_number_of_requests_only_bounds(self, case: Case) -> None:
         """A decision for ``num_reqs=None`` holds for any number of requests up to its bound.
 
         The bound is the number of requests of the chosen key, or the decision's ``max_num_reqs`` if
-        smaller. The table has no axis for requests. The table stores one decision, and compares the
-        number with the bound. If decisions depend on requests, set ``max_num_reqs``.
+        smaller. The table has no axis for requests: it stores one decision, and compares the number
+        of requests with the bound. If decisions depend on requests, set ``max_num_reqs``.
         """
         for batch in case.batches(known_reqs=False):
             unknown = case.decide(batch)
@@ -358,8 +383,8 @@ class PolicyTests(CaseRunner):
                 known = case.decide(attrs.evolve(batch, num_reqs=num_reqs))
                 if known.key != unknown.key:
                     case.fail(
-                        f"returned {unknown} for an unknown number of requests (valid for up to "
-                        f"{limit}), but {known} for {num_reqs}",
+                        f"decide returned {unknown} for an unknown number of requests (valid for "
+                        f"up to {limit}), but {known} for num_reqs={num_reqs}",
                         batch,
                     )
 
@@ -384,8 +409,11 @@ class PolicyTests(CaseRunner):
                 change = case.change(elsewhere, _KEY_CHANGES)
                 after = case.decide(batch)
                 if change is not None and before.key != after.key:
-                    what = f"{change.key} was {change.kind}"
-                    case.fail(f"returned {before}, but {after} after {what}", batch)
+                    case.fail(
+                        f"decide returned {before}, but {after} after {change.key} changed to "
+                        f"{change.kind!r}",
+                        batch,
+                    )
 
     @for_all_cases(share=0.5)
     def test_table_follows_captures_evictions_and_failures(self, case: Case) -> None:
@@ -450,7 +478,7 @@ class PolicyTests(CaseRunner):
                     continue
                 problem = broken_constraint(update.decision, update.batch, case.graphs)
                 if problem is not None:
-                    case.fail(f"observe requested a decision that {problem}", update.batch)
+                    case.fail(f"observe requested an invalid decision: {problem}", update.batch)
                 if update.decision.key is None and not update.batch.allows(RuntimeMode.NONE):
                     case.fail(
                         "observe requested eager, which the batch does not allow", update.batch
@@ -469,12 +497,13 @@ class PolicyTests(CaseRunner):
             if not outcome.completed:
                 outcome = attrs.evolve(outcome, elapsed_us=0.001)
                 twin = attrs.evolve(outcome, elapsed_us=1e9)
-            case.decide(outcome.batch, other)  # both serve the step
+            case.decide(outcome.batch, other)  # both policies serve the step
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, twin)
             if mine != theirs:
                 case.fail(
-                    f"the time of a failed step changed what the policy learned: {mine}, {theirs}"
+                    f"the time of a failed step changed the updates of observe: {mine} with "
+                    f"0.001 µs, but {theirs} with 1e9 µs"
                 )
             if case.decide(outcome.batch) != case.decide(outcome.batch, other):
                 case.fail("the time of a failed step changed a decision", outcome.batch)
@@ -489,18 +518,22 @@ class PolicyTests(CaseRunner):
         other = case.make_policy()
         case.declare(other)
         for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=False):
-            case.decide(outcome.batch, other)  # both serve the step
+            case.decide(outcome.batch, other)  # both policies serve the step
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, outcome)
             if mine != theirs:
-                case.fail(f"the same outcome led to {mine} and {theirs}", outcome.batch)
+                case.fail(
+                    f"observe returned {mine}, but a fresh policy returned {theirs} after the same "
+                    "outcomes",
+                    outcome.batch,
+                )
 
     @for_all_cases(share=0.2, learning=True)
     def test_calibration_ends_and_keeps_the_constraints(self, case: Case) -> None:
         """``calibration_runs`` requests only steps that can run, and eventually returns no runs.
 
         After each capture, a runner calls ``calibration_runs`` until it returns no runs. Until
-        then, the runner measures no other steps.
+        then, no other step runs.
         """
         ask = PolicyParts.of(case.policy).calibration_runs
         if ask is None:
@@ -512,7 +545,7 @@ class PolicyTests(CaseRunner):
                     case.fail(f"calibration_runs returned {run!r}; return only CalibrationRuns")
                 problem = broken_constraint(run.decision, run.batch, case.graphs)
                 if problem is not None:
-                    case.fail(f"calibration_runs requested a step that {problem}", run.batch)
+                    case.fail(f"calibration_runs requested an invalid step: {problem}", run.batch)
                 decision = attrs.evolve(run.decision, num_tokens=run.batch.num_tokens)
                 for _ in range(run.runs):
                     self._observe(case, case.policy, Outcome(run.batch, decision, 100.0))
@@ -520,7 +553,7 @@ class PolicyTests(CaseRunner):
                 return
         case.fail(
             f"calibration_runs still requested runs after {_MAX_CALIBRATION_ROUNDS} calls; "
-            "return an empty list at the end"
+            "return an empty list when no more runs are needed"
         )
 
     def _outcomes(
@@ -545,7 +578,7 @@ class PolicyTests(CaseRunner):
         try:
             return list(observe(outcome) or ())
         except Exception as error:  # noqa: BLE001 - any exception is a finding
-            case.fail(f"observe raised {type(error).__name__}: {error}", outcome.batch, cause=error)
+            case.fail(f"observe {describe_exception(error)}", outcome.batch, cause=error)
 
     # -- optional parts and traits --------------------------------------------------------
 
@@ -565,7 +598,9 @@ class PolicyTests(CaseRunner):
         unknown = policy_traits(self.make_policy()) - TRAITS
         if unknown:
             claimed, known = ", ".join(sorted(unknown)), ", ".join(sorted(TRAITS))
-            raise AssertionError(f"claims unknown traits: {claimed}; known traits: {known}")
+            raise AssertionError(
+                f"The policy claims unknown traits: {claimed}; known traits: {known}"
+            )
 
     @for_all_cases(trait="smallest_bucket")
     def test_trait_smallest_bucket(self, case: Case) -> None:
@@ -579,7 +614,7 @@ class PolicyTests(CaseRunner):
                 continue
             for other in case.admissible(batch):
                 if other.mode is key.mode and other.num_tokens < key.num_tokens:
-                    case.fail(f"chose {key}, although {other} is smaller and ready", batch)
+                    case.fail(f"decide chose {key}, although {other} is smaller and ready", batch)
 
     @for_all_cases(trait="monotone", all_captured=True)
     def test_trait_monotone(self, case: Case) -> None:
@@ -595,7 +630,8 @@ class PolicyTests(CaseRunner):
                     continue
                 if below is not None and key.num_tokens < below.num_tokens:
                     case.fail(
-                        f"chose {below}, but {key} for a batch of {counted(num_tokens, 'token')}",
+                        f"decide chose {below} for a smaller batch, but {key} for a batch of "
+                        f"{counted(num_tokens, 'token')}",
                         batch,
                     )
                 below = key
@@ -614,14 +650,14 @@ class PolicyTests(CaseRunner):
                 alone = case.decide(attrs.evolve(batch, allowed=code)).key
                 if alone is not None:
                     case.fail(
-                        f"chose {chosen.name}, but chose {alone} when only {mode.name} and eager "
-                        "were allowed",
+                        f"decide chose {chosen.name}, but chose {alone} when only {mode.name} and "
+                        "eager were allowed",
                         batch,
                     )
 
     @for_all_cases(trait="stateless")
     def test_trait_stateless(self, case: Case) -> None:
-        """Decisions do not depend on earlier decisions and observations.
+        """Decisions do not depend on earlier decisions or observations.
 
         Every process makes the same decisions at any time, so ranks need not synchronize.
         """
@@ -634,12 +670,13 @@ class PolicyTests(CaseRunner):
         for batch, before in zip(reversed(batches), reversed(answers), strict=True):
             for who, policy in (("later", case.policy), ("a fresh policy", fresh)):
                 if (now := case.decide(batch, policy)) != before:
-                    case.fail(f"returned {before}, but {who} returned {now}", batch)
+                    text, now_text = show_different(before, now)
+                    case.fail(f"decide returned {text}, but {who} returned {now_text}", batch)
 
     def test_trait_stateless_in_another_process(self) -> None:
         """Processes with different hash seeds make the same decisions.
 
-        In another process, sets and objects sorted by address have a different order.
+        In another process, sets and objects sorted by address may have a different order.
         """
         self.skip_unless("stateless", learning=False)
         try:
@@ -649,7 +686,8 @@ class PolicyTests(CaseRunner):
         for here, there in zip(first, second, strict=True):
             if here != there:
                 raise AssertionError(
-                    f"Two processes with different hash seeds returned {here} and {there}"
+                    f"Two processes with different hash seeds gave different answers: {here} and "
+                    f"{there}"
                 )
 
     @for_all_cases(trait="all_keys_reachable", all_captured=True, share=0.3)
@@ -660,13 +698,17 @@ class PolicyTests(CaseRunner):
         """
         config = case.config
         for key in case.keys:
+            sizes = sorted({max(1, key.num_tokens - 1), key.num_tokens})
             tried = (
                 make_batch(config, size, num_reqs=reqs, uniform=kind, loras=loras, allowed=allowed)
                 for allowed in (2, 1)
                 for kind in range(config.num_query_classes)
                 for loras in range(config.max_loras + 1)
-                for size in {key.num_tokens, max(1, key.num_tokens - 1)}
+                for size in sizes
                 for reqs in (None, key.descriptor.num_reqs)
             )
             if not any(case.decide(batch).key == key for batch in tried):
-                case.fail(f"declared {key}, which is not chosen for any batch of its size")
+                case.fail(
+                    f"declare returned {key}, but decide did not choose it for any batch with "
+                    f"num_tokens={' or '.join(map(str, sizes))}"
+                )

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Marker and its description by the class name of the kit.
+#: Marker and its description, by the class name of the kit.
 KITS = {
     "PolicyTests": ("dispatchkit_policy", "dispatchkit's kit for policies"),
     "LanePolicyTests": ("dispatchkit_lane_policy", "dispatchkit's kit for lane policies"),
     "BackendTests": ("dispatchkit_backend", "dispatchkit's kit for backends"),
     "InputTransportTests": (
         "dispatchkit_input_transport",
-        "dispatchkit's kit for copying inputs into the graphs of a backend",
+        "dispatchkit's kit for the transports that copy inputs into the graphs of a backend",
     ),
-    "RunnerTests": ("dispatchkit_runner", "dispatchkit's kit for parts of a GraphRunner"),
+    "RunnerTests": (
+        "dispatchkit_runner",
+        "dispatchkit's kit for a GraphRunner with your own policy, backend or step",
+    ),
 }
 
 

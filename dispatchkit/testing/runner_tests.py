@@ -5,7 +5,7 @@
             return MyPolicy()
 
 The kits for policies and backends test each component separately. This kit runs steps through both
-components and compares every result with a direct call of the step. Override the methods for your
+components and compares every result with an eager run of the step. Override the methods for your
 components: the policy (default: ``vllm``), the backend (default: the tape, which needs no GPU), the
 configuration, or the step with its inputs.
 """
@@ -34,8 +34,8 @@ class RunnerTests:
 
     Attributes:
         seed: Seed of the random batches; the same seed gives the same batches.
-        num_steps: Number of steps in each test.
-        tolerance: Relative and absolute tolerance between a replay and a direct call.
+        num_steps: Number of steps in each test of random batches.
+        tolerance: Relative and absolute tolerance between a replay and an eager run.
     """
 
     seed: int = 0
@@ -96,12 +96,12 @@ class RunnerTests:
                 pair.call(num_tokens, uniform=1)
             replays = sum(pair.runner.stats().hits.values())
             assert replays, (
-                "No step replayed a graph, so replays are not tested. Steps ran eager for these "
+                "No step replayed a graph, so replays were not tested. Steps ran eager for these "
                 f"reasons: {pair.runner.stats().eager_by_reason}"
             )
 
     def test_large_batch_leaves_nothing_to_a_smaller_one(self) -> None:
-        """Padding rows are filled again after a larger batch has used the rows.
+        """Padding rows are filled again after a larger batch has used them.
 
         Otherwise, a step that reads across rows or writes by index would use rows of an earlier
         batch.
@@ -161,7 +161,7 @@ class RunnerTests:
     # -- reasons --------------------------------------------------------------------------
 
     def test_every_step_is_counted_once_and_every_eager_one_with_a_reason(self) -> None:
-        """Operators need a reason for every eager step, and each step must run exactly once."""
+        """Operators act on the counters, so each step is counted once, with a reason if eager."""
         with self._pair() as pair:
             for _ in range(self.num_steps):
                 num_tokens = pair.rng.randint(1, pair.runner.config.max_num_tokens)
@@ -243,7 +243,8 @@ class RunnerTests:
             backend.synchronize()
         faults = runner.dispatcher.num_policy_errors
         assert faults == 0, (
-            f"The policy violated a hard constraint in {counted(faults, 'decision')}."
+            f"The dispatcher counted {counted(faults, 'fault')} of the policy: exceptions, or "
+            "decisions that violate hard constraints. PolicyTests finds the cause."
         )
 
 
@@ -291,7 +292,7 @@ class _Pair:
         result = self.runner(**batch, **facts)
         with self._lock:
             expected = self.plain(**batch)
-        problem = f"The result of a step of {counted(num_tokens, 'token')} differs from eager."
+        problem = f"The result of a step with {counted(num_tokens, 'token')} differs from eager."
         self.compare(result, expected, problem)
         return result
 
@@ -309,7 +310,7 @@ class _Pair:
 
 
 class _FaultyBackend:
-    """A backend wrapper whose captures and launches fail on demand."""
+    """A backend wrapper whose captures (except in segments) and launches fail on demand."""
 
     def __init__(self, real: GraphBackend, fail_captures: Callable[[int], bool]) -> None:
         self._real, self._fail = real, fail_captures
@@ -319,15 +320,8 @@ class _FaultyBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    @property
-    def capabilities(self) -> Any:
-        """Capabilities of the backend, but without unwatched captures.
-
-        Unwatched captures would bypass this wrapper.
-        """
-        import attrs
-
-        return attrs.evolve(self._real.capabilities, unwatched_captures=False)
+    def direct_launch(self, graph: Any) -> None:
+        """Return None, because a direct launch of the graph could not fail on demand."""
 
     def capture(self, run: Callable[[], Any], **options: Any) -> Any:
         """Capture the callable, or fail inside the capture."""

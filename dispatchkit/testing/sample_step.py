@@ -10,7 +10,7 @@ from dispatchkit.execute import eager_piece, graph_piece
 
 
 class SampleStep:
-    """A small model with an embedding table, an operation across rows, and a split.
+    """A small model in three pieces, with an embedding table and an operation across rows.
 
     Args:
         device: Device of the weights.
@@ -30,9 +30,9 @@ class SampleStep:
         return (self.table[tokens] + values) @ self.weight
 
     def mix(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Sum each row and the rows before it; padding follows the rows, so it has no effect."""
+        """Return cumulative sums over rows; padding comes last, so it does not change them."""
         return hidden.cumsum(0)
 
     def finish(self, mixed: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a nested result."""
+        """Return a dictionary of results."""
         return {"mixed": mixed.tanh(), "size": values.abs() * 2}

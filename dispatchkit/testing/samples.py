@@ -68,7 +68,7 @@ def make_batch(
 
 
 def usual_configs() -> Iterator[DispatchConfig]:
-    """Yield one common configuration per mode, and one with adapters."""
+    """Yield one common configuration per mode except NONE, and one with adapters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureSizeWarning)
         for mode in (
@@ -82,7 +82,7 @@ def usual_configs() -> Iterator[DispatchConfig]:
 
 
 def sample_answers(policy: Policy) -> list[str]:
-    """Return a policy's keys and its decisions for thousands of fixed batches, as text."""
+    """Return a policy's keys and its decisions for about 1,200 fixed batches, as text."""
     answers: list[str] = []
     for config in usual_configs():
         try:
@@ -94,7 +94,7 @@ def sample_answers(policy: Policy) -> list[str]:
         registry = GraphRegistry()
         registry.declare(keys)
         for index, key in enumerate(keys):
-            if index % 5 != 3:  # missing graphs expose a different order
+            if index % 5 != 3:  # with all graphs, the order of keys may not matter
                 registry.captured(key, object())
         view = graph_view(registry, config)
         for num_tokens in range(1, config.max_num_tokens + 1):
@@ -117,16 +117,19 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
 
     Raises:
         TypeError: The policy cannot be sent to another process.
-        RuntimeError: The other process failed. The message has the last lines of its stderr.
+        RuntimeError: The other process failed. The message contains the last lines of its stderr.
     """
     try:
         sent = pickle.dumps(policy)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"the policy cannot be pickled to test it in another process ({error})"
+            f"the policy cannot be pickled, so it cannot be tested in another process ({error})"
         ) from error
     if type(policy).__module__ == "__main__":  # importing a script would run it again
-        raise TypeError("the policy's class is in the main script; move it to a module")
+        raise TypeError(
+            "the policy's class is in the main script, which another process cannot import; move "
+            "it to a module"
+        )
     module = sys.modules[type(policy).__module__]
     source = inspect.getsourcefile(module) or ""
     done = subprocess.run(
@@ -148,7 +151,7 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
 
 
 def main() -> None:
-    """Sample the policy on standard input, and write the answers to standard output."""
+    """Read a policy from standard input, and write its answers to standard output."""
     name, source, sent = pickle.load(sys.stdin.buffer)  # noqa: S301 - written by the parent process
     _import(name, source)
     policy: Any = pickle.loads(sent)  # noqa: S301 - written by the parent process

@@ -1,6 +1,6 @@
 """Simple policies for tests; they choose the smallest graph that covers a batch.
 
-This module requires neither torch, hypothesis nor pytest, so benchmarks can also import it.
+This module does not require torch, hypothesis or pytest, so benchmarks can also import it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["OneBucketPolicy", "SmallestPolicy"]
 
 
 class SmallestPolicy:
-    """A policy that chooses the smallest captured graph, and prefers FULL to PIECEWISE.
+    """A policy that prefers FULL to PIECEWISE, and chooses the smallest ready graph of the mode.
 
     Use this policy in tests of components other than policies. Its decisions depend only on the
     batch, the configuration and the captured graphs. Override ``declare`` to test other keys.
@@ -32,7 +32,7 @@ class SmallestPolicy:
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return one key per capture size, kind of batch and number in ``lora_counts``."""
+        """Return one key per capture size, kind of batch and number of adapters to capture for."""
         loras = self.lora_counts(config)
         return [*_mixed_keys(config, loras), *_uniform_keys(config, loras)]
 

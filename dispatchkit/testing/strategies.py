@@ -1,8 +1,8 @@
 """Hypothesis strategies for configurations, batches, keys, registries and their changes.
 
-Sizes are small on purpose. Policies fail at edge cases: one token below, at and above a bucket, a
-query length that does not divide a size, or a limit between two sizes. With small sizes, these
-cases are frequent.
+Sizes are small on purpose. Policies fail at edge cases: batches one token smaller or larger than a
+bucket, a query length that does not divide a size, or a limit between two sizes. With small sizes,
+these cases are frequent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def configs(
         modes: Values of ``mode`` to draw from.
         max_tokens: Largest ``max_num_tokens``.
         query_lens: Values of ``query_lens`` to draw from.
-        max_loras: Largest number of adapters.
+        max_loras: Largest ``max_loras``.
     """
     # Tiny limits and empty sizes are valid, but find few faults, so they are rare.
     odd = draw(st.integers(0, 3)) == 0
@@ -64,7 +64,7 @@ def configs(
     lens = draw(st.sampled_from(query_lens))
     one_size = st.integers(1, limit)
     sizes = draw(st.lists(one_size, min_size=0 if odd else 3, max_size=7))
-    if draw(st.booleans()):  # multiples of the query length
+    if draw(st.booleans()):  # round sizes up to multiples of the query length
         sizes = [min(limit, -(-size // lens[0]) * lens[0]) for size in sizes]
     if draw(st.booleans()) and sizes:
         sizes.append(limit)

@@ -14,12 +14,17 @@ from dispatchkit.testing.input_transport_tests import WAYS
 # The other transports handle a part of the same inputs in the same way. tests/gpu runs all of them
 # on a device.
 FAST = (
-    "copied, of one type",
+    "copied, one dtype",
     "staged, with device inputs",
-    "by a node, all, with others",
-    "moved by torch",
+    "node, with host and unsupported inputs",
+    "node not found",
 )
-SLOW = ("by a node, staged", "staged, into pieces", "by a node or staged", "moved from elsewhere")
+SLOW = (
+    "node, host inputs staged",
+    "staged, into pieces",
+    "node or staged",
+    "registered graphs, with host inputs",
+)
 
 
 class TestInputsOnATape(InputTransportTests):

@@ -55,7 +55,7 @@ class PriorityAsIndex(InTurn):
         return min(step.priority, len(lanes) - 1)
 
 
-@planted("every step gets a lane", r"choose raised StopIteration with \[<lane 0: \d+ step")
+@planted("every step gets a lane", r"choose raised StopIteration \(lanes: \[<lane 0: \d+ step")
 class OnlyIdleLanes(InTurn):
     """Requires an idle lane, but there may be none."""
 
@@ -63,9 +63,7 @@ class OnlyIdleLanes(InTurn):
         return next(lane.index for lane in lanes if not lane.num_unfinished)
 
 
-@planted(
-    "every step gets a lane", r"choose raised AttributeError: 'NoneType'.*\n  step: .*key None"
-)
+@planted("every step gets a lane", r"choose raised AttributeError: 'NoneType'.*\n  step: .*no key")
 class ForgetsEagerSteps(InTurn):
     """Reads the key of eager steps, which have none."""
 
@@ -128,7 +126,10 @@ class CountsInTheClass(InTurn):
         return self.turns[0] % len(lanes)
 
 
-@planted("keys are asked for where they matter", r"by the key, but does not set needs_key = True")
+@planted(
+    "keys are asked for where they matter",
+    r"but lane \d if steps have no keys; set needs_key = True",
+)
 class ForgetsNeedsKey(InTurn):
     """Reads keys without setting ``needs_key``."""
 
@@ -146,7 +147,7 @@ class NoLaneForLargeKeys(InTurn):
 
 @planted(
     "lanes for key are valid and stable",
-    r"lanes_for_key: returned lane 1, but the only index is 0\. The key is FULL",
+    r"with 1 lane, lanes_for_key returned lane 1, but the only index is 0\. The key is FULL",
 )
 class LanesBySize(InTurn):
     """Ignores the number of lanes."""
@@ -174,7 +175,7 @@ class ChoosesUnassignedLanes(InTurn):
         return [key.num_tokens % num_lanes]
 
 
-@planted("stream priorities fit the lanes", r"stream_priorities: returned \(1,\); return one non")
+@planted("stream priorities fit the lanes", r"stream_priorities returned \(1,\); return one non")
 class OnePriority(InTurn):
     """Returns one priority for all lanes instead of one per lane."""
 
@@ -191,7 +192,7 @@ class MisspeltTrait(InTurn):
     traits = frozenset({"balance"})
 
 
-@planted("trait spreads uses every lane", r"never \[")
+@planted("trait spreads uses every lane", r"never lanes \[")
 class AlwaysTheFirstIdle(InTurn):
     """Prefers the first of equal lanes, so that the last lanes stay unused with few steps."""
 
@@ -199,7 +200,7 @@ class AlwaysTheFirstIdle(InTurn):
         return min(lanes[:2], key=lambda lane: lane.num_unfinished).index
 
 
-@planted("trait sticky keeps a key on its lanes", r"have the graph")
+@planted("trait sticky keeps a key on its lanes", r"lanes with the graph: \d")
 class LeavesWhenBusy(InTurn):
     """Claims that keys stay on their lanes, but moves steps when a lane is busy."""
 

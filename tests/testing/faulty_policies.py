@@ -90,7 +90,7 @@ class UniformForMixedPolicy(SmallestPolicy):
         return Decision.eager(Reason.NO_KEY)
 
 
-@planted("constraints go before preferences", r"chose \w+ .*, but .* may run")
+@planted("constraints go before preferences", r"decide chose \w+ .*, but the batch allows only")
 class IgnoresCeilingPolicy(SmallestPolicy):
     """Prefers FULL even where it is not allowed."""
 
@@ -110,7 +110,7 @@ class NeverAsksWhetherReadyPolicy(SmallestPolicy):
         return Decision.eager(Reason.NO_KEY)
 
 
-@planted("chosen key was declared", r"which was not declared")
+@planted("chosen key was declared", r"which declare did not return")
 class TwoKeyFunctionsPolicy(SmallestPolicy):
     """Rebuilds the key in decide without its bound on requests."""
 
@@ -152,7 +152,7 @@ class OwnChancePolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("trait stateless in another process", r"different hash seeds returned")
+@planted("trait stateless in another process", r"different hash seeds gave different answers")
 class HashOrderPolicy(SmallestPolicy):
     """Declares in the order of a set of names."""
 
@@ -160,7 +160,7 @@ class HashOrderPolicy(SmallestPolicy):
         return sorted(super().declare(config), key=lambda key: hash(str(key)))
 
 
-@planted("declare is deterministic", r"declare returned .* in a second call")
+@planted("declare is deterministic", r"In a second call, declare returned different keys")
 class GeneratorKeptPolicy(SmallestPolicy):
     """Keeps one generator of keys, which is empty the second time."""
 
@@ -283,7 +283,9 @@ class NeverReplaysPolicy(SmallestPolicy):
         return Decision.eager("below_threshold")
 
 
-@planted("number of requests only bounds", r"for an unknown number of requests")
+@planted(
+    "number of requests only bounds", r"for an unknown number of requests .* for num_reqs=[12]"
+)
 class RequestsDecidePolicy(SmallestPolicy):
     """Runs few requests eager without declaring a bound."""
 
@@ -293,7 +295,10 @@ class RequestsDecidePolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("answers depend only on graphs that could serve", r"returned .*, but .* after .* was")
+@planted(
+    "answers depend only on graphs that could serve",
+    r"returned .*, but .* after .* changed to '\w+'",
+)
 class WaitsForAllPolicy(SmallestPolicy):
     """Uses no graph until nearly all are captured."""
 
@@ -324,7 +329,7 @@ class LearnsFromFailuresPolicy(CountingPolicy):
         return super().observe(attrs.evolve(outcome, completed=True))
 
 
-@planted("what is learnt keeps the constraints", r"observe requested a decision that chose")
+@planted("what is learnt keeps the constraints", r"observe requested an invalid decision: chose")
 class LearnsASmallerBucketPolicy(CountingPolicy):
     """Requests the fastest bucket so far for any batch."""
 
@@ -340,7 +345,7 @@ class LearnsASmallerBucketPolicy(CountingPolicy):
         return [CellUpdate(outcome.batch, Decision.replay(fastest))]
 
 
-@planted("same outcomes same updates", r"the same outcome led to")
+@planted("same outcomes same updates", r"but a fresh policy returned .* after the same outcomes")
 class SharedMemoryPolicy(CountingPolicy):
     """Keeps its counts on the class, so that all objects share them."""
 
@@ -361,7 +366,7 @@ class NeverCalibratedPolicy(CountingPolicy):
         return [CalibrationRun(Batch(1), Decision.eager("calibration", timed=True), runs=1)]
 
 
-@planted("calibration ends and keeps the constraints", r"requested a step that chose")
+@planted("calibration ends and keeps the constraints", r"requested an invalid step: chose")
 class BeyondCalibrationPolicy(CountingPolicy):
     """Requests a graph that is too small."""
 
@@ -411,7 +416,7 @@ class ClaimsOrderPolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("traits are known", r"claims unknown traits: stateles; known traits: ")
+@planted("traits are known", r"The policy claims unknown traits: stateles; known traits: ")
 class MisspeltTraitPolicy(SmallestPolicy):
     """Claims a misspelt trait."""
 
@@ -428,7 +433,7 @@ class ClaimsStatelessPolicy(CountingPolicy):
         super().__init__(slow_us=0.0)
 
 
-@planted("trait all_keys_reachable", r"which is not chosen for any batch of its size")
+@planted("trait all_keys_reachable", r"decide did not choose it for any batch with num_tokens=")
 class ClaimsReachablePolicy(SmallestPolicy):
     """Declares a FULL twin of each graph that decide never returns."""
 

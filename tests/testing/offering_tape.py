@@ -119,7 +119,7 @@ class OfferingTape(TapeBackend):
     def new_notes(self):
         return Notes()
 
-    def capture(self, run, *, watched=True, notes=None, compiled=False, **options):
+    def capture(self, run, *, watched=True, notes=None, compiled=False, draws=True, **options):
         seen = notes or Notes()
 
         def watched_run():

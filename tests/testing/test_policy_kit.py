@@ -12,7 +12,7 @@ import pytest
 from faulty_policies import PLANTED
 from sample_policies import CORRECT, CountingPolicy, PiecewiseOnlyPolicy
 
-from dispatchkit.dispatch import TRAITS, Dispatcher
+from dispatchkit.dispatch import TRAITS, Decision, Dispatcher
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import CUDAGraphMode, DispatchConfig
 from dispatchkit.testing import (
@@ -181,8 +181,12 @@ def test_instance_is_left_as_it_was():
 
 
 def test_what_is_no_policy_is_refused():
-    with pytest.raises(TypeError, match="must be a policy or a factory that returns one, got 7"):
+    with pytest.raises(
+        TypeError, match=r"must be a policy .* or a factory that returns one, got 7\."
+    ):
         run_policy_conformance(7)
+    with pytest.raises(TypeError, match=r"method decide\(\)\) .* got None from the factory\."):
+        run_policy_conformance(lambda: None)
 
 
 def test_make_policy_must_be_defined():
@@ -211,7 +215,11 @@ def test_policy_that_refuses_everything_fails():
 
     found = find(Refuses, "chosen key was declared")
     assert found.holds is False
-    assert re.search(r"declare rejected all \d+ configurations", found.message)
+    assert re.search(r"declare rejected every configuration \(\d+ tried\)", found.message)
+    assert (
+        "declare rejected every configuration of"
+        in find(Refuses, "a plain batch gets a graph").message
+    )
 
 
 def test_policy_for_few_configurations_narrows_them():
@@ -233,7 +241,46 @@ def test_declared_thing_that_is_no_key_is_named(answer):
 
     found = find(Odd, "chosen key was declared")
     assert found.holds is False
-    assert f"declare returned {answer!r}, which is not a GraphKey" in found.message
+    assert f"declare returned the key {answer!r}, but must return only GraphKeys" in found.message
+
+
+def test_declare_that_returns_nothing_is_named():
+    class Forgets(SmallestPolicy):
+        def declare(self, config):
+            pass
+
+    found = find(Forgets, "chosen key was declared")
+    assert found.message == "declare returned None, but must return only GraphKeys"
+
+
+def test_decisions_that_differ_in_a_field_are_shown_in_full():
+    class Wavers(SmallestPolicy):
+        traits = ()
+        turn = 0
+
+        def decide(self, batch, graphs):
+            self.turn += 1
+            return Decision.eager("never", timed=self.turn % 2 == 0)
+
+    message = find(Wavers, "same batch same decision").message
+    assert "timed=True" in message.splitlines()[0]
+    assert "timed=False" in message.splitlines()[0]
+
+
+def test_batch_with_a_bounded_query_length_is_named():
+    """A uniform graph must not serve requests of varying length."""
+
+    class MistakesVaryingLengths(SmallestPolicy):
+        def decide(self, batch, graphs):
+            if batch.max_query_len is not None and not batch.uniform:
+                for key in graphs:
+                    own = key.descriptor
+                    if own.uniform and own.num_tokens >= batch.num_tokens:
+                        return Decision.replay(key)
+            return super().decide(batch, graphs)
+
+    found = find(MistakesVaryingLengths, "uniform graph serves only its own query length")
+    assert re.search(r"for a decode batch with up to \d tokens? per request", found.message)
 
 
 def test_declare_that_raises_is_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import re
 import warnings
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from faulty_backends import FoldsConstantsBackend, Graph  # noqa: E402
 from faulty_policies import NeverAsksWhetherReadyPolicy  # noqa: E402
+from offering_tape import OfferingTape  # noqa: E402
 from sample_policies import LargestPolicy  # noqa: E402
 
 from dispatchkit import testing  # noqa: E402
@@ -109,7 +111,7 @@ class RunsTwice(RunnerTests):
         (
             PolicyOfLostGraphs,
             "test_random_traffic_gives_eager_results",
-            r"The policy violated a hard constraint in \d+ decisions",
+            r"The dispatcher counted \d+ faults of the policy",
         ),
         (NothingReplays, "test_results_are_those_of_the_step_itself", "No step replayed a graph"),
         (RunsTwice, "test_replay_that_fails_runs_the_step_once", "differs from eager"),
@@ -126,6 +128,38 @@ def test_planted_fault_is_rejected_by_name(tests, test, message):
             said = str(error)
     assert said, f"not found: {tests.__doc__}"
     assert re.search(message, said), said
+
+
+class HandleBackend(OfferingTape):
+    """Launches anything that has a handle, as the CUDA backend does."""
+
+    copy_node = None
+
+    def direct_launch(self, graph):
+        return self.launch, ctypes.c_void_p(graph.handle)
+
+
+class LaunchesDirectly(RunnerTests):
+    """A backend with direct launches and unwatched captures."""
+
+    def make_backend(self):
+        return HandleBackend()
+
+    def make_policy(self):
+        return SmallestPolicy()
+
+    def make_step(self):
+        return lambda tokens, values: values * 2 + tokens[:, None]
+
+
+def test_launches_fail_on_demand_on_a_backend_with_direct_launches():
+    with LaunchesDirectly()._pair() as pair:
+        pair.call(3)
+        assert not pair.runner.stats().eager_by_reason
+        pair.backend.refuse_launches = True
+        pair.call(3)
+        assert pair.runner.stats().replay_failures == 1
+        assert sum(pair.runner.stats().eager_by_reason.values()) == 1
 
 
 def test_sample_step_has_what_goes_wrong_in_practice():

@@ -1,4 +1,4 @@
-"""A policy that learns from measured steps whether eager or a graph is fastest."""
+"""Policies that measure steps to learn which is fastest: eager or one of the graphs."""
 
 from __future__ import annotations
 
