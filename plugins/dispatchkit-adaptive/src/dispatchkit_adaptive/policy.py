@@ -253,8 +253,8 @@ class AdaptivePolicy:
 
         A step waits for this method, so each call does little. It updates the estimates of one arm
         and the choice of the batch's bucket. It then does one more thing: renew the cells of that
-        bucket, send or withdraw a probe, or update the choice and cells of another bucket. Only if
-        eager became slower or faster, the estimates of all eager arms move.
+        bucket, send or withdraw a probe, or update the choice and cells of another bucket. A jump
+        of eager times moves the estimates of all eager arms.
         """
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         _, _, bucket = self._places.get(batch, (None, None, None))
@@ -344,7 +344,7 @@ class AdaptivePolicy:
                 if key not in self._places:
                     hint = "Dispatch the batch first, then record its times."
                     raise ConfigError("key", key, "a batch that was dispatched before", hint)
-                hint = "Omit times of this batch: the policy has nothing to choose for it."
+                hint = "The policy does not choose between them for this batch: omit its times."
                 allowed = "a batch that may run both eager and with a graph"
                 raise ConfigError("key", key, allowed, hint)
         self._learn(arm, (clock, queued), key.num_tokens, latency_us)

@@ -82,7 +82,7 @@ class CompiledGraph:
         options: The options of the backend.
         pieces: The pieces of the graph; a single graph piece if it was not split, and empty if
             ``plain`` is set.
-        runner: The runner; None before the first step.
+        runner: The runner; None until a step needs it.
         plain: The reason why all steps run eager, as (reason, explanation); None if the graph can
             be captured.
         num_rebinds: Number of times that held tensors were replaced.

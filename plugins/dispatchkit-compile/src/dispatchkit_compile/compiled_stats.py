@@ -18,7 +18,7 @@ class CompiledStats:
     Attributes:
         name: Name of the graph.
         plain_steps: Number of steps that bypassed the runner and ran eager, by reason.
-        runner: Statistics of the runner; None before the graph's first step.
+        runner: Statistics of the runner; None if no step has used one yet.
     """
 
     name: str

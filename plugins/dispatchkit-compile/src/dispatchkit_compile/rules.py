@@ -56,7 +56,8 @@ class SplitRules:
         Raises:
             UnknownNameError: No operator, module or function has the given name; the error
                 suggests similar names.
-            ConfigError: The operator exists, but the step does not call it.
+            ConfigError: The rule is an object or the name of an existing operator, but no operation
+                of the step matches it.
         """
         for index, one in enumerate(self.given):
             if index in self._used:

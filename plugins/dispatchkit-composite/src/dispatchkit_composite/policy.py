@@ -257,7 +257,7 @@ class CompositePolicy:
     def _guarded(self, one: MemberState, method: str, ask: Callable[..., Any], *args: Any) -> Any:
         try:
             answer = ask(one.policy, *args)
-        except Exception as error:  # noqa: BLE001 - a member may raise anything; it is logged
+        except Exception as error:  # noqa: BLE001 - a member may raise anything; it is counted
             self._record_fault(one, method, f"{type(error).__name__}: {error}")
             return None
         one.faults_in_a_row[method] = 0

@@ -26,8 +26,8 @@ class Budget:
         setting: Name of the limiting argument, ``memory_bytes`` or ``capture_time_s``; empty if
             ``graphs`` is given.
         limit: Maximum total memory in bytes, or capture time in seconds.
-        price: Memory or capture time of a graph of each candidate size; None if ``graphs`` is
-            given.
+        price: Memory in bytes, or capture time in seconds, of a graph of each candidate size; None
+            if ``graphs`` is given.
     """
 
     graphs: int | None

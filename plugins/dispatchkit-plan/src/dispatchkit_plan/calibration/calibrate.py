@@ -13,8 +13,8 @@ The time of a step is the time, on host and device, that it adds to a sequence o
 - ``waited``: each step is launched after the previous step has ended, as in a loop that reads
   sampled tokens. The time of a step is the sum of host and device time, minus their overlap.
 
-On a device without timing events (the tape), times are host times, and the ``clock`` of the cost
-model is ``host``.
+With a backend without timing events, such as the tape, times are host times, and the ``clock`` of
+the cost model is ``host``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def calibrate(
         samples: Number of samples of each size and mode; the model contains their median.
         name: Name of the cost model; by default, the names of the step and the device.
         progress: Function that is called with the number of finished samples and of all samples.
-        settings: Further settings of the runner (``backend``, ``state``, ``mode``...).
+        settings: Further settings of the runner (``backend``, ``state``, ``mode``...), if ``step``
+            is not a runner.
 
     Returns:
         The cost model; write it with ``save_cost_model``.
@@ -119,7 +120,8 @@ def calibrate(
         )
         runner = measured.runner
         if not len(runner.registry):
-            raise ConfigError("mode", str(runner.config.mode), "a mode that uses graphs")
+            allowed = "a mode that uses graphs, such as FULL_AND_PIECEWISE"
+            raise ConfigError("mode", str(runner.config.mode), allowed)
         axes = runner.config.axes
         if len(axes) > 1:
             allowed = "at most one axis, because costs are measured along one axis"
@@ -265,7 +267,7 @@ class _Graphs:
 
 
 def _capture(runner: GraphRunner, value: int) -> _Graphs:
-    """Return the graphs captured for one value of the axis."""
+    """Capture the graphs for one value of the axis, and measure their memory and capture times."""
     runner.controls.warm_up()  # loads libraries before the first measured capture
     axes = (value,) if runner.config.axes else ()
     declared = [key for key in runner.registry if key.descriptor.axes == axes]
@@ -288,8 +290,9 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
     if not captured:
         key, why = next(iter(failed.items()))
         raise CaptureError(
-            f"No size of the step could be captured. The first failure was {key}: {why}. Change "
-            "the step so that a GraphRunner can capture it, then calibrate again.",
+            f"No size of the step could be captured. The first failure was {key}: "
+            f"{why.removesuffix('.')}. Change the step so that a GraphRunner can capture it, then "
+            "calibrate again.",
             key=str(key),
             reason="error",
         )
@@ -348,7 +351,7 @@ def _run(runner: GraphRunner, mode: RuntimeMode, arguments: Mapping[str, Any]) -
 
 
 def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds per step for equal steps that are launched without waiting."""
+    """Return microseconds per step, launching the steps without waiting."""
     start, end = backend.new_event(timing=True), backend.new_event(timing=True)
     backend.synchronize()
     for _ in range(_LEAD_IN):
@@ -381,7 +384,7 @@ def _steadiness(times: Mapping[Arm, _Times], samples: int) -> str:
 
 
 def _waited(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds per step from call to result, waiting for each step."""
+    """Return microseconds per step, waiting for the end of each step before the next."""
     run()
     backend.synchronize()
     start = time.perf_counter_ns()
@@ -417,12 +420,14 @@ def _source(
     samples: int,
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
-    clock = {"queued": "timing events", "waited": "host clock, read after each step ends"}[pace]
+    clock = {"queued": "timing events", "waited": "the host clock, read after each step"}[pace]
     if not runner.backend.capabilities.device_timing:
-        clock = "host clock, because the backend has no timing events"
+        clock = "the host clock, because the backend has no timing events"
+    launched = {"queued": "without waiting", "waited": "one at a time"}[pace]
     text = (
-        f"Backend {runner.backend.name}: {info}. Steps are {pace} ({clock}); times are medians of "
-        f"{counted(samples, 'sample')}. {_steadiness(times, samples)}"
+        f"Backend {runner.backend.name}: {info}. Steps are launched {launched} (pace {pace}) and "
+        f"timed with {clock}; "
+        f"times are medians of {counted(samples, 'sample')}. {_steadiness(times, samples)}"
     )
     failed = {key: why for found in graphs.values() for key, why in found.failed.items()}
     if failed:
