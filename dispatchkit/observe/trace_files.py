@@ -65,7 +65,7 @@ def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -
     except FileNotFoundError:
         raise TraceError(name, None, "does not exist. Check the path.") from None
     except IsADirectoryError:
-        raise TraceError(name, None, "is a folder. Pass the path of a trace file.") from None
+        raise TraceError(name, None, "is a folder. Pass the path of a file.") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise TraceError(name, None, f"cannot be read: {why}. Check the path.") from error
@@ -158,8 +158,8 @@ def iter_line_blocks(
                 name,
                 line,
                 (
-                    f"has no line break within {_MAX_LINE} bytes, so it is not a trace. Check "
-                    "the path."
+                    f"has no line break within {_MAX_LINE:,} bytes, so it is neither a trace nor "
+                    "a log. Check the path."
                 ),
             )
     if rest:
@@ -177,7 +177,7 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
         raise TraceError(
             name,
             at,
-            f"has byte {data[bad]:#04x}, so it is not UTF-8 text. Check that the file is a trace.",
+            f"has byte {data[bad]:#04x}, so it is not UTF-8 text. Check the path.",
         )
     if line_end == b"\r":
         return text.split("\r")

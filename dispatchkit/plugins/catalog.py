@@ -137,7 +137,7 @@ def check_options(what: str, factory: Callable[..., Any], options: dict[str, Any
     try:
         signature.bind(**options)
     except TypeError as error:
-        # Annotations are quoted strings under `from __future__ import annotations`.
+        # Without annotations, which may be quoted strings (`from __future__ import annotations`).
         plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
         raise ConfigError(
             f"options of {what}",
