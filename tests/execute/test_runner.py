@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
+    BufferOptions,
     DispatchConfig,
     GraphRunner,
     Reason,
@@ -546,6 +547,12 @@ class TestPieces:
             ([lambda tokens: tokens], "marked"),
             ([eager_piece(lambda tokens: tokens)], "at least one graph_piece"),
             ([graph_piece(lambda tokens: tokens), graph_piece(lambda: 1)], "first parameter"),
+            ([graph_piece(lambda tokens: tokens), graph_piece(3)], r"step\[1\] must be callable"),
+            (lambda tokens, /: tokens, "lambda tokens: fn\\(tokens\\)"),
+            (
+                [graph_piece(lambda tokens: tokens), graph_piece(lambda one, tokens, /: one)],
+                "lambda value, tokens: fn",
+            ),
         ],
     )
     def test_bad_pieces_are_refused(self, make_runner, pieces, match):
@@ -553,8 +560,13 @@ class TestPieces:
             make_runner(pieces)
 
     def test_input_that_no_piece_takes_is_refused(self, make_runner):
-        with pytest.raises(ConfigError, match="positions"):
+        with pytest.raises(ConfigError, match="Remove it from the inputs"):
             make_runner(lambda tokens: tokens, TWO)
+        with pytest.raises(ConfigError, match="row_count must be a parameter of the step"):
+            make_runner(
+                lambda tokens: tokens,
+                options=RunnerOptions(buffers=BufferOptions(row_count="num_rows")),
+            )
 
     def test_parameter_without_an_input_is_refused(self, make_runner):
         with pytest.raises(ConfigError, match="Also declare: mask"):

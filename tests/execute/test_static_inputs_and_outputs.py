@@ -804,7 +804,7 @@ class TestOverlappingInputs:
 @pytest.mark.parametrize("name", ["x", "length"])
 def test_row_count_is_no_name_that_something_else_has(name):
     """The runner would pass its value instead of the caller's, and results would be wrong."""
-    with pytest.raises(ConfigError, match="row_count must be a name other than those of inputs"):
+    with pytest.raises(ConfigError, match="row_count must be a name that no input or axis has"):
         GraphRunner(
             lambda x, length: x + length,
             {"x": StaticInput((None, 2), "float32")},

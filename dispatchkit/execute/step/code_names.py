@@ -43,13 +43,15 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 @functools.lru_cache(maxsize=4096)
 def has_imports(code: types.CodeType) -> bool:
     """Return whether a code object contains import statements."""
-    # Every second byte is an operation. Disassembling all code would take far longer.
+    # Every second byte is an opcode. Disassembling all code would take far longer.
     return any(_IMPORT_NAME in part.co_code[::2] for part in codes_of(code))
 
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names in a code object, including strings as in ``setattr(self, "calls", 1)``."""
+    """Return the names in a code object, and its strings that are names, as in
+    ``setattr(self, "calls", 1)``.
+    """
     found: set[str] = set()
     for part in codes_of(code):
         found.update(part.co_names)
@@ -65,7 +67,7 @@ def names_at(site: Any) -> frozenset[str]:
 
 
 def own_functions(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the functions in a class by the names of their attributes, without those of bases."""
+    """Yield the functions that a class itself defines, each after its attribute's name."""
     for name, member in vars(cls).items():
         for fn in _functions_in(member):
             if isinstance(fn, types.FunctionType):
@@ -73,7 +75,7 @@ def own_functions(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 
 def constructors(cls: type) -> set[types.CodeType]:
-    """Return the code that runs when a class of the user is called."""
+    """Return the code that runs when a user-defined class is instantiated."""
     functions = [one for base in cls.__mro__ if not is_library(base) for one in own_functions(base)]
     return {fn.__code__ for name, fn in functions if name in _CREATES}
 
@@ -120,13 +122,16 @@ def methods_of(cls: type) -> tuple[tuple[str, types.FunctionType], ...]:
 
 
 def line_that_writes(site: Any, name: Any) -> str:
-    """Return ``file:line`` where a class or function writes a name; empty if unknown."""
+    """Return ``file:line`` where a class or function writes a name.
+
+    If no line writes the name, return the first line of the code; without code, return "".
+    """
     if isinstance(site, type):
         members = [
             one for base in site.__mro__ if not is_library(base) for one in vars(base).values()
         ]
         codes = [one.__code__ for one in members if isinstance(one, types.FunctionType)]
-        codes.sort(key=lambda code: code.co_name == "__init__")  # __init__ last: calls skip it
+        codes.sort(key=lambda code: code.co_name == "__init__")  # steps do not call __init__
     elif isinstance(site, types.FunctionType):
         codes = list(codes_of(site.__code__))
     else:

@@ -30,8 +30,8 @@ def is_own_module(name: str) -> bool:
     """Return whether a module belongs to dispatchkit or its plugins.
 
     The state of these modules is not state of a step. The class that owns a step often names
-    dispatchkit to create runners, and the walk would then reach the whole package. The models of
-    the demo and the test kits count as user code.
+    dispatchkit to create runners, and the walk would then reach the whole package. The demo and the
+    test kits contain models, so they count as user code.
     """
     top, _, rest = name.partition(".")
     if top.startswith("dispatchkit_"):
@@ -46,7 +46,7 @@ def is_library_module(name: str) -> bool:
 
 
 def is_library(thing: Any) -> bool:
-    """Return whether a class or function belongs to the standard library, torch or numpy."""
+    """Return whether a class or function belongs to the standard library, torch, numpy or attrs."""
     return is_library_module(getattr(thing, "__module__", None) or "")
 
 

@@ -1,9 +1,9 @@
-"""The step: a function, or a list of pieces that are marked graph or eager.
+"""The step of a runner: a callable, or a list of pieces marked as graph or eager pieces.
 
 Each piece receives the static inputs in its signature as keyword arguments. Every piece but the
-first also receives the result of the previous piece as its first argument. In FULL, all pieces
-together are one graph. In PIECEWISE, each graph piece is a graph, and eager pieces run between the
-graphs, on padded tensors. In NONE, all pieces run eager at the exact size.
+first also receives the result of the previous piece as its first argument. In FULL, one graph
+contains all pieces. In PIECEWISE, each graph piece has its own graph, and eager pieces run between
+the graphs, on padded tensors. In NONE, all pieces run eager at the exact size.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class Piece:
 
     Attributes:
         fn: Function that the piece calls.
-        is_graph: Whether the piece may be captured; otherwise it runs eager in PIECEWISE.
+        is_graph: Whether PIECEWISE captures the piece; if not, the piece runs eager there.
         names: Static inputs that the piece receives as keyword arguments.
         support: Batches for which the piece may be captured inside a FULL graph.
-        limited_by: Operator or module that limits ``support``; empty if there is no limit.
+        limited_by: What limits ``support``, such as the name of an operator; empty if there is no
+            limit.
     """
 
     fn: Callable[..., Any]
@@ -68,7 +69,7 @@ class SlotPiece(Piece):
 
 
 def graph_piece(fn: Callable[..., Any]) -> Piece:
-    """Mark a function as a part of a step that may be captured."""
+    """Mark a function as a part of a step that may be captured in a graph of its own."""
     return Piece(fn, is_graph=True)
 
 
@@ -82,7 +83,7 @@ def eager_piece(
         support: Batches for which the piece may be captured inside a FULL graph.
 
     Raises:
-        UnknownNameError: ``support`` is not the name of a level.
+        UnknownNameError: ``support`` is not the name of an ``AttentionSupport``.
     """
     level = AttentionSupport.parse(support)
     piece = Piece(fn, is_graph=False, support=level)
@@ -105,7 +106,8 @@ class Step:
         can_split: Whether the step can run in PIECEWISE.
 
     Raises:
-        ConfigError: A piece is not marked or needs an undeclared input, or an input is unused.
+        ConfigError: The list is empty or has no graph piece, a piece is not marked or needs an
+            undeclared input, an input is unused, or ``row_count`` is one of the other names.
     """
 
     def __init__(
@@ -127,33 +129,50 @@ class Step:
             raise ConfigError(
                 "row_count",
                 row_count,
-                "a name other than those of inputs and axes",
-                "The runner fills this input itself, so a call cannot pass a value for it.",
+                "a name that no input or axis has",
+                "The runner passes the number of rows under this name. Choose another name, or "
+                "remove the declared input or axis.",
             )
         if not given:
-            raise ConfigError("step", step, "a function, or a list with at least one piece")
+            raise ConfigError("step", step, "a callable, or a list with at least one piece")
         for index, piece in enumerate(given):
             if not isinstance(piece, Piece):
                 raise ConfigError(
                     f"step[{index}]", piece, "marked with graph_piece(fn) or eager_piece(fn)"
                 )
         if is_list and not any(piece.is_graph for piece in given):
-            hint = "Mark a piece that may be captured with graph_piece(fn)."
+            hint = "Use graph_piece(fn) for the pieces that may be captured."
             raise ConfigError("step", step, "a list with at least one graph_piece", hint)
         self.pieces: tuple[Piece, ...] = tuple(
-            attrs.evolve(piece, names=_accepted_names(piece, [*known, *axes], is_first=index == 0))
+            attrs.evolve(
+                piece,
+                names=_accepted_names(
+                    piece,
+                    [*known, *axes],
+                    setting=f"step[{index}]" if is_list else "step",
+                    is_first=index == 0,
+                ),
+            )
             for index, piece in enumerate(given)
         )
         if slots is not None:
             self.pieces = tuple(_with_rows(piece, *slots) for piece in self.pieces)
         taken = {name for piece in self.pieces for name in piece.names}
         idle = [name for name in known if name not in taken]
+        if row_count in idle:
+            raise ConfigError(
+                "row_count",
+                row_count,
+                "a parameter of the step",
+                "Add this parameter to the step, or omit row_count.",
+            )
         if idle:
+            them = "it" if len(idle) == 1 else "them"
             raise ConfigError(
                 "inputs",
                 idle,
                 "parameters of the step",
-                f"The step's parameters are: {', '.join(sorted(taken)) or 'none'}.",
+                f"Remove {them} from the inputs, or add {them} to the parameters of the step.",
             )
 
     @property
@@ -163,7 +182,7 @@ class Step:
         return list({id(module): module for module in found}.values())
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        """Run all pieces eager in order."""
+        """Run all pieces eager, in order."""
         first, *rest = self.pieces
         value = first.fn(**first.pick(inputs))
         for piece in rest:
@@ -178,11 +197,13 @@ def _with_rows(piece: Piece, slots: str, rows_of: Callable[[torch.Tensor], Any])
     return SlotPiece(**attrs.asdict(piece, recurse=False), slots=slots, rows_of=rows_of)
 
 
-def _accepted_names(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple[str, ...]:
+def _accepted_names(
+    piece: Piece, known: Sequence[str], *, setting: str, is_first: bool
+) -> tuple[str, ...]:
     """Return the known names that a piece accepts as keyword arguments."""
     fn = piece.fn
     if not callable(fn):
-        raise ConfigError("step", fn, "callable")
+        raise ConfigError(setting, fn, "callable")
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     except (TypeError, ValueError):
@@ -200,22 +221,35 @@ def _accepted_names(piece: Piece, known: Sequence[str], *, is_first: bool) -> tu
             )
         if parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
             parameters = parameters[1:]
+    positional = [
+        one.name
+        for one in parameters
+        if one.kind is inspect.Parameter.POSITIONAL_ONLY and one.default is inspect.Parameter.empty
+    ]
+    if positional:
+        names = ", ".join(positional if is_first else ["value", *positional])
+        raise ConfigError(
+            f"parameters of {piece.name!r}",
+            str(signature),
+            "accepted by keyword",
+            f"Inputs are passed by keyword: wrap the function as `lambda {names}: fn({names})`.",
+        )
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return tuple(known)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     usable = {one.name for one in parameters if one.kind in by_keyword}
-    required = [
+    missing = [
         one.name
         for one in parameters
         if one.default is inspect.Parameter.empty
         and one.kind is not inspect.Parameter.VAR_POSITIONAL
-        and not (one.kind in by_keyword and one.name in known)
+        and one.name not in known
     ]
-    if required:
+    if missing:
         raise ConfigError(
             "inputs",
             list(known),
             f"declared for each required parameter of {piece.name!r}",
-            f"Also declare: {', '.join(required)}.",
+            f"Also declare: {', '.join(missing)}.",
         )
     return tuple(name for name in known if name in usable)

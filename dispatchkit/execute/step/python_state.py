@@ -3,15 +3,17 @@
 A graph replays kernels but no Python. A step that assigns an attribute, increments a counter,
 appends to a list or rebinds a global therefore computes different results in a replay. A warmup on
 dummy rows would also change this state. Before a run, ``PythonState`` records every container that
-the step reaches. ``changes`` lists the entries that the run changed, and ``restore`` restores them.
+the step reaches. ``changes`` lists the changed entries that the step names, and ``restore``
+restores them.
 
 The walk starts at the modules of the step, the object that a method is bound to, closure cells,
-globals and attributes of modules that the code names, defaults, and arguments bound by ``partial``.
+globals and attributes of Python modules that the code names, defaults, and arguments bound by
+``partial``.
 From each object it follows attributes, slots, items of containers, attributes of script modules,
 and names in the methods of user-defined classes. It does not enter code of the standard library,
 torch or numpy; of their objects, it records containers, buffers, random generators, and public
-attributes with plain values or tensors. State inside other opaque objects, such as
-``queue.SimpleQueue`` and locks, in files and in other processes is not recorded.
+attributes with plain values or tensors. It does not record the state of opaque objects, such as
+locks and ``queue.SimpleQueue``, or state in files and other processes.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from dispatchkit.execute.step.walk import FUNCTIONS, ModulesNamed, parts_of
 #: classes, so containers near the step are recorded first.
 MAX_CONTAINERS: Final = 50_000
 
-#: Methods that operators and statements call, so that no code needs to name them.
+#: Methods that operators and statements call without naming them.
 _OPERATORS = frozenset(
     f"__{name}__"
     for name in (
@@ -69,14 +71,14 @@ _OPERATORS = frozenset(
 )
 #: Methods that run when an object is called.
 _CALLS = frozenset({"forward", "__call__"})
-#: Attributes that calling a module reads, although the module's class does not name them.
+#: Attributes that torch reads when a module is called, so the module's class need not name them.
 _ALWAYS_READ = frozenset({"training"}) | {
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
 }
 #: Names that show that code accesses attributes by computed names.
 _DYNAMIC = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
-#: Kinds whose entries may change between steps without affecting graphs: a step consumes the state
-#: of iterators and generators, and other code changes variables that the step does not read.
+#: Kinds whose entries may change between steps without affecting graphs: steps advance iterators
+#: and random generators, and other code sets environment variables that the step does not read.
 _UNWATCHED = (
     ITERATOR,
     RANDOM,
@@ -113,7 +115,7 @@ class PythonState:
         self._classes: set[type] = set()
         # Classes of objects that the step may call directly, not only through a method.
         self._called: set[type] = set()
-        # Classes of the user, by the code that refers to them and may create objects.
+        # User-defined classes, by the code that refers to them and may create instances.
         self._created: dict[types.CodeType | None, set[type]] = {}
         self._names: set[str] | None = None
         self._codes: set[types.CodeType | None] = {None}
@@ -122,7 +124,7 @@ class PythonState:
         # Objects that the step reaches without an attribute (roots, cells, globals, classes), with
         # the code that refers to them.
         self._roots: dict[int, set[types.CodeType | None]] = {}
-        # Objects reached through a method or ``partial`` that is an entry, by its identity.
+        # Objects reached through a method or ``partial`` that is an entry, by the entry's identity.
         self._bound: dict[int, list[int]] = {}
         queue: deque[Node] = deque(Node(one, name, "", None) for name, one in roots.items())
         # Classes, and values reached only through their code, come last, because the code of a
@@ -190,7 +192,7 @@ class PythonState:
 
     @contextmanager
     def data_held(self) -> Iterator[None]:
-        """Hold the memory of the tensors, so that a tensor can be restored to it."""
+        """Keep the memory of the tensors alive, so that replaced memory can be restored."""
         self._data = [one.detach() for one in self.tensors]
         try:
             yield

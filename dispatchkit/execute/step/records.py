@@ -1,4 +1,4 @@
-"""Records of containers: their entries, and what has changed since."""
+"""Records of the entries of containers, which find and restore changed entries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _END: Final = (object(),)
 _CONTAINERS = (dict, list, set, deque, bytearray)
 #: Kinds whose entries are reached by attribute name.
 NAMED = (ATTRIBUTES, LIBRARY_ATTRIBUTES, MODULE, SLOTS, CLASS, METHODS)
-#: Kinds of containers that can grow, so that their length changes.
+#: Kinds whose containers become longer when entries are added.
 _GROWING = (MAPPING, SEQUENCE, ATTRIBUTES, LIBRARY_ATTRIBUTES, MEMBER, MODULE)
 #: Length functions that do not run code of a subclass.
 _LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
@@ -47,14 +47,15 @@ class Node:
         value: The object.
         path: Expression that reaches the object.
         owner: Name of the class or function that refers to the object, for messages.
-        site: The class or function itself; messages name the line in its code that writes an entry.
+        site: The class or function itself; its code is searched for the line that writes an entry.
         is_entry: Whether the object is an entry of a container, rather than a root or an object
             that a function names.
-        is_installed: Whether the object was found in the code of an installed package. Only builtin
-            containers in installed code are followed, because a package names most of its own code.
+        is_installed: Whether the object was found in the code of an installed package. Of the
+            objects found there, only builtin containers are followed, because a package names most
+            of its own code.
         is_method: Whether the object is a function defined in a class.
         is_owner: Whether the object was found because a method is bound to it or because it is the
-            class of an object, so that the step need not call it.
+            class of an object; the step does not necessarily call it.
     """
 
     value: Any
@@ -230,5 +231,5 @@ def restore(entries: Iterable[Entry]) -> None:
 
 
 def is_named(record: Record, key: Any, names: set[str]) -> bool:
-    """Return whether code with these names may read an entry of a record."""
+    """Return whether code that contains these names may read an entry of a record."""
     return record.kind not in NAMED or key in names

@@ -12,7 +12,7 @@ that rarely change.
 Delay until a change is detected:
 
 - assigning a parameter, buffer or submodule (including ``load_state_dict(assign=True)``), or
-  changing a value that the step itself has changed: none; the next replay detects the change;
+  changing a value that the step itself has changed: no delay, because the next replay detects it;
 - any other change (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a
   flag): at most ``num_values + VALUES_AT_ONCE`` replays of any graphs of the lane;
 - changing a value reached only through a class: at most ``num_class_values + VALUES_AT_ONCE``
@@ -52,7 +52,7 @@ VALUES_AT_ONCE: Final = 16
 #: Number of containers per comparison. Only their lengths are compared.
 CONTAINERS_AT_ONCE: Final = 64
 
-#: Hooks that torch calls without gradients.
+#: Hooks that torch also calls if gradients are disabled.
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr

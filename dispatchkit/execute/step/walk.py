@@ -1,4 +1,4 @@
-"""From an object that a step reaches to its state and to further objects."""
+"""Find the state of an object that a step reaches, and the objects that it refers to."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ FUNCTIONS = (
 _BOOKKEEPING_CLASSES: set[type] = set()
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _VIEWS: Any = tuple(type(view({})) for view in (dict.keys, dict.values, dict.items))
-#: Classes of libraries whose objects users fill with attributes of their own.
+#: Library classes whose instances hold attributes that users set.
 _ENTERED = (torch.nn.Module, types.SimpleNamespace, argparse.Namespace, threading.local)
 
-#: The state of modules of libraries.
+#: Functions that return the state of a library module, by the module's name.
 _STATE_OF_LIBRARIES: Mapping[str, Callable[[Any], Any]] = {
     "random": lambda module: module._inst,
     "os": lambda module: module.environ,
@@ -70,7 +70,7 @@ _STATE_OF_LIBRARIES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
-    """Declare, as a class decorator, that attributes of instances are not state of a step.
+    """Decorate a class whose instance attributes are not state of a step.
 
     Attributes of instances of the class and its subclasses are neither compared nor restored. Use
     the decorator for callables that are pieces of a runner and keep records of their calls. The
@@ -109,7 +109,7 @@ def parts_of(found: Node) -> Iterator[Record | Node]:
 
 
 def _inside(value: Any) -> Any:
-    """Return the object that a view or a cached function of a library refers to."""
+    """Return the object behind a dictionary view, a mapping proxy or a cached function, or None."""
     if isinstance(value, _VIEWS):
         value = value.mapping
     if isinstance(value, types.MappingProxyType):
@@ -212,7 +212,7 @@ def _class_in(cell: types.CellType) -> type | None:
 
 
 class ModulesNamed:
-    """Modules that functions name, with all of the names, so that each is recorded only once."""
+    """Python modules that functions name, with their names that are not recorded yet."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, bool], tuple[Node, set[str]]] = {}
@@ -222,13 +222,13 @@ class ModulesNamed:
         return bool(self._waiting)
 
     def add(self, found: Node, *, of_class: bool) -> None:
-        """Add the names that one function uses of a module."""
+        """Add the names that one function reads from a module."""
         key = id(found.value.values), of_class
         if new := found.value.names - self._taken.setdefault(key, set()):
             self._waiting.setdefault(key, (found, set()))[1].update(new)
 
     def take(self, *, of_class: bool) -> list[Node]:
-        """Return the modules with the names that were not returned before, and remove them."""
+        """Remove and return the waiting modules, each with the names not returned before."""
         taken = []
         for key in [key for key in self._waiting if key[1] == of_class]:
             found, names = self._waiting.pop(key)
@@ -264,7 +264,7 @@ def _in_modules(modules: Iterable[Any], names: Set[str]) -> Iterator[tuple[str, 
 
 
 def _modules_at(values: Mapping[str, Any], names: Set[str]) -> Iterator[Any]:
-    """Yield the modules that names in a function refer to, among other objects.
+    """Yield the modules that names in a function refer to; other objects may be among them.
 
     Args:
         values: Globals of the function.
@@ -274,6 +274,6 @@ def _modules_at(values: Mapping[str, Any], names: Set[str]) -> Iterator[Any]:
     for name in names:
         yield values.get(name, sys.modules.get(name))
         parent = package
-        while parent:  # relative to the package or to one above it
+        while parent:  # names relative to the package or to one of its parents
             yield sys.modules.get(f"{parent}.{name}")
             parent = parent.rpartition(".")[0]
