@@ -32,7 +32,7 @@ _LONGEST_STEM = 240
 
 
 def check_path(path: Any, setting: str) -> str:
-    """Return the path given for a setting as text.
+    """Validate the path given for a setting, and return it as text.
 
     Raises:
         ConfigError: The value is neither text nor a path object.
@@ -71,8 +71,8 @@ def check_output(
         hint: Sentence for the error message if the file exists.
 
     Raises:
-        ConfigError: The path is invalid, a folder, an input, or in a missing or read-only folder.
-            Also raised for an existing file if ``overwrite`` is False.
+        ConfigError: The path is invalid, a folder, a read-only file, an input, or in a missing or
+            read-only folder. Also raised for an existing file if ``overwrite`` is False.
     """
     shown = check_path(path, "output")
     try:
@@ -132,7 +132,7 @@ def _is_same(target: Path, source: StrPath) -> bool:
 def _unwritable(path: StrPath, error: OSError | ValueError) -> ConfigError:
     why = getattr(error, "strerror", None) or str(error)
     shown = shortened(repr(os.fsdecode(path)))
-    message = f"Output {shown} cannot be written: {why}. Check the path."
+    message = f"Output {shown} cannot be written: {why}. Fix the cause, or choose a different path."
     return ConfigError("output", os.fspath(path), "a file that can be written", message=message)
 
 
@@ -172,7 +172,7 @@ def rename_over(part: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: StrPath) -> Iterator[IO[bytes]]:
-    """Open a binary file for writing; it replaces the target when the block ends.
+    """Open a binary file for writing; it replaces the target if the block succeeds.
 
     Args:
         path: The target, which is replaced if it exists. A device or pipe is written directly.

@@ -1,4 +1,4 @@
-"""The plugin interface: six hooks, and the records they return.
+"""The plugin interface: six hooks, and the records that ``register`` hooks return.
 
 A plugin is a module or an instance with functions marked ``@hookimpl``. An entry point in the group
 ``dispatchkit`` names the plugin. A plugin imports only public names::
@@ -25,9 +25,9 @@ modules that only a factory needs. If the hook raises or returns anything else, 
 skipped.
 
 If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
-``sys.path``. Built-in names come first, unless listed in ``replace``. Plugins passed in as objects
-follow, then the distribution named ``dispatchkit-<name>``, then all other distributions in
-alphabetical order.
+``sys.path``. Built-in names come first, unless ``load_plugins`` lists them in ``replace``. Plugins
+passed in as objects follow, then the distribution named ``dispatchkit-<name>``, then all other
+distributions in alphabetical order.
 
 A hook function accepts the documented arguments or a subset, by name and without defaults. Hook
 wrappers are refused. Later versions may add arguments to hooks and fields to records; only major
@@ -69,7 +69,7 @@ def _check_name(record: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
         raise ConfigError(
             f"{type(record).__name__}.{attribute.name}",
             value,
-            "letters, digits, '.', '_', '@' and '-', starting with a letter or digit",
+            "made of letters, digits, '.', '_', '@' and '-', and start with a letter or digit",
         )
 
 
@@ -177,8 +177,8 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:  # type: ignore[emp
 def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:  # type: ignore[empty-body]
     """Return the lane policies that this plugin provides.
 
-    A lane policy chooses the lane (a stream with its own memory pool and buffers) of each step. It
-    can be combined with any policy.
+    A lane policy chooses the lane (a stream with its own buffers and graphs) for each step. It can
+    be combined with any policy.
 
     Example:
         return [LanePolicySpec("round-robin", RoundRobin)]
@@ -217,7 +217,7 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:  # type: ignore[em
 
 @hookspec(firstresult=True)
 def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
-    """Choose the policy for a configuration, if the user does not choose it.
+    """Choose the policy for a configuration if the user does not choose one.
 
     Called on the thread that creates a dispatcher, while no capture is in progress. The hook must
     not use a device. The first result other than None is used; the order of plugins is unspecified.

@@ -30,6 +30,7 @@ from dispatchkit.dispatch import CostModel, Explanation, StepCost, explain, find
 from dispatchkit.distributions import load_attribute
 from dispatchkit.errors import ConfigError, MissingDistributionError, counted
 from dispatchkit.keys import CaptureSizeWarning, RuntimeMode, check_count
+from dispatchkit.keys.config import MAX_LORAS
 
 if TYPE_CHECKING:
     from dispatchkit.keys import DispatchConfig
@@ -116,7 +117,7 @@ def explain_batch(
     if num_tokens is not None and trace is not None:
         raise _not_with_trace("N", num_tokens)
     batch_tokens = None if num_tokens is None else check_count(num_tokens, "N", minimum=0)
-    check_count(loras, "--loras", minimum=0)
+    check_count(loras, "--loras", minimum=0, maximum=MAX_LORAS)
     highest = RuntimeMode.parse(ceiling, "--ceiling")
     settings = settings_of(
         {

@@ -1,4 +1,4 @@
-"""Batches, graph keys and capture sizes."""
+"""Batches, graph keys, modes, capture sizes and the configuration."""
 
 from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey

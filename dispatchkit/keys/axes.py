@@ -38,8 +38,8 @@ class Axis:
         name: The name that callers and the step use.
         buckets: Values to capture graphs for, ascending.
         exact: Whether a graph serves only the exact value of its bucket. If False, the graph also
-            serves smaller values, down to the next smaller bucket, and inputs that have the axis as
-            a dimension are padded to the bucket.
+            serves smaller values that are above the next smaller bucket, and inputs that have the
+            axis as a dimension are padded to the bucket.
 
     Raises:
         ConfigError: The name is not an identifier, there are no buckets, or a bucket is not a whole
@@ -56,7 +56,7 @@ class Axis:
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigError("axis name", name, "a valid Python identifier")
         if not self.buckets:
-            message = f"Axis {name!r} needs at least one bucket."
+            message = f"Axis {name!r} needs at least one bucket, as in Axis({name!r}, [64])."
             raise ConfigError("buckets", self.buckets, "at least one value", message=message)
         top = self.buckets[-1]
         table = (self._search(value) for value in range(top + 1)) if top < _MAX_LOOKUP else ()
@@ -125,8 +125,8 @@ class Variants:
             message = (
                 f"Give one value for each axis ({names}); got values for {given}."
                 if names
-                else f"Values are given for {given}, but no axis is configured. Declare axes in "
-                "DispatchConfig(axes=...)."
+                else f"Values are given for {given}, but no axis is configured. Declare the axes "
+                "with DispatchConfig(axes=[...])."
             )
             allowed = f"a value for each of: {names}" if names else "omitted without axes"
             raise DescriptorError("axes", sorted(values), allowed, message=message)
@@ -157,15 +157,19 @@ class Variants:
             if bucket is None:
                 continue
             if bucket not in axis.buckets:
-                raise DescriptorError(axis.name, bucket, f"one of its buckets {axis.buckets}")
+                allowed = f"one of its buckets ({', '.join(map(str, axis.buckets))})"
+                raise DescriptorError(axis.name, bucket, allowed)
             loras += stride * (1 + axis.buckets.index(bucket))
         return loras
 
     def _checked(self, loras: int) -> int:
         number = whole_number(loras)
         if number is None or not 0 <= number < self._num_loras:
-            allowed = f"a whole number from 0 to {self._num_loras - 1} (max_loras)"
-            raise DescriptorError("loras", loras, allowed)
+            most = self._num_loras - 1
+            allowed = f"{f'a whole number from 0 to {most}' if most else 0} (max_loras)"
+            is_above = number is not None and number > most
+            hint = f"Increase max_loras to at least {number}." if is_above else ""
+            raise DescriptorError("loras", loras, allowed, hint)
         return number
 
     def facts(self, variant: int) -> tuple[int, AxisBuckets]:
@@ -192,5 +196,5 @@ class Variants:
         )
 
     def combinations(self) -> list[tuple[int, ...]]:
-        """Return every combination of buckets that graphs are captured for."""
+        """Return all combinations of buckets."""
         return list(itertools.product(*(axis.buckets for axis in self.axes)))

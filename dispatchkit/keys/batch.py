@@ -31,7 +31,8 @@ def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
             continue
         number = whole_number(value)
         if number is None or number < minimum:
-            raise DescriptorError(name, value, f"a whole number of at least {minimum}")
+            allowed = f"a whole number of at least {minimum}{', or None' * is_optional}"
+            raise DescriptorError(name, value, allowed)
         object.__setattr__(record, name, number)
 
 
@@ -116,7 +117,7 @@ class BatchDescriptor:
                 "query_len",
                 self.query_len,
                 "0 for a graph that is not uniform",
-                "Set uniform=True.",
+                "Set uniform=True, or omit query_len.",
             )
         if self.uniform and not self.query_len:
             # Normalize: descriptors of the same graph must be equal.
@@ -205,7 +206,7 @@ class Batch:
         query_len: Tokens per request if uniform, else 0.
         max_query_len: Largest number of tokens of a request, or None if unknown.
         num_active_loras: Number of adapters in use.
-        allowed: Code of the allowed runtime modes, an index of ``ALLOWED_MODES``.
+        allowed: Code of the allowed runtime modes, an index into ``ALLOWED_MODES``.
         axes: Buckets of the configured axes, in order; None for a value outside all buckets of its
             axis.
     """

@@ -35,7 +35,7 @@ __all__ = [
 
 _COARSE_FROM = 256  # From this size on, the step between sizes doubles.
 MAX_CAPTURE_SIZE = 1 << 22
-"""Largest capture size allowed, because tables have an entry per number of tokens."""
+"""Largest capture size allowed; tables have an entry for each number of tokens."""
 
 
 class CaptureSizeWarning(UserWarning):
@@ -51,15 +51,17 @@ def check_capture_sizes(
     setting: str = "sizes",
     limit: int | None = None,
     over_limit: Literal["refuse", "trim"] = "refuse",
+    uniform: bool = False,
 ) -> tuple[int, ...]:
     """Validate capture sizes, and return them sorted and without duplicates.
 
     Args:
         sizes: The sizes, or comma-separated text.
         setting: Name of the setting, for messages.
-        limit: Largest batch, in tokens.
+        limit: Value of ``max_num_tokens``; None means no limit.
         over_limit: ``"refuse"`` raises for sizes above the limit, ``"trim"`` drops them with a
             warning.
+        uniform: Whether the sizes are only for uniform batches, for messages.
 
     Returns:
         The sizes; empty if none were given or all were dropped.
@@ -68,13 +70,14 @@ def check_capture_sizes(
         ConfigError: A size is not a whole number of at least 1, is above ``MAX_CAPTURE_SIZE``, or
             is above the limit with ``over_limit="refuse"``.
 
-    Warns: CaptureSizeWarning: Sizes were dropped, or batches between the largest size and the limit
-    have no graph.
+    Warns:
+        CaptureSizeWarning: Sizes were dropped, no size is left, or batches between the largest size
+            and the limit have no graph.
     """
     if isinstance(sizes, str):
         sizes = [part for part in sizes.split(",") if part.strip()]
     elif not isinstance(sizes, Iterable):
-        raise ConfigError(setting, sizes, "a list of whole numbers", "For one size, give [8].")
+        raise ConfigError(setting, sizes, "a list of whole numbers, such as [8, 16]")
     checked = sorted(set(check_counts(sizes, setting)))
     if checked and checked[-1] > MAX_CAPTURE_SIZE:
         raise ConfigError(setting, checked[-1], f"at most {MAX_CAPTURE_SIZE:,} tokens")
@@ -88,23 +91,37 @@ def check_capture_sizes(
                 setting,
                 beyond if len(beyond) > 1 else beyond[0],
                 f"at most max_num_tokens ({limit})",
-                "Raise max_num_tokens, or omit these sizes.",
+                f"Increase max_num_tokens to at least {checked[-1]}, or omit sizes above {limit}.",
             )
         warnings.warn(
-            f"{setting}: dropped {beyond}, because larger than max_num_tokens ({limit}).",
+            f"Sizes above max_num_tokens ({limit}) were dropped from `{setting}`: "
+            f"{', '.join(map(str, beyond))}.",
             CaptureSizeWarning,
             stacklevel=2,
         )
     if not kept:
         warnings.warn(
-            f"`{setting}` is empty, so every batch runs eager. Add at least one size.",
+            f"`{setting}` is empty, so "
+            + (
+                "uniform batches have no graphs of their own"
+                if uniform
+                else "every batch runs eager"
+            )
+            + ". Add at least one size.",
             CaptureSizeWarning,
             stacklevel=2,
         )
     elif kept[-1] < limit:
+        first = kept[-1] + 1
+        above = f"{first} to {limit}" if first < limit else str(limit)
         warnings.warn(
-            f"`{setting}` ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run "
-            f"eager unless the policy splits them. Add {limit} to cover them.",
+            f"`{setting}` ends at {kept[-1]}: "
+            + (
+                f"uniform batches of {above} tokens have no graphs of their own"
+                if uniform
+                else f"batches of {above} tokens run eager unless the policy splits them"
+            )
+            + f". Add {limit} to cover them.",
             CaptureSizeWarning,
             stacklevel=2,
         )
@@ -119,9 +136,10 @@ def default_capture_sizes(
 ) -> tuple[int, ...]:
     """Return capture sizes up to a maximum, which is included.
 
-    The sizes are 1, 2, 4, then steps of 8 below 256 and steps of 16 above. With a query length
-    above one, each of these numbers times the query length is added, so that uniform batches fit
-    whole requests. The size of a batch with the maximum number of requests is added, too.
+    The sizes are 1, 2, 4, then multiples of 8 below 256 and multiples of 16 from there on. With a
+    query length above one, each of these numbers times the query length is added, so that uniform
+    batches of these numbers of requests need no padding. The size of a batch with the maximum
+    number of requests is added, too.
 
     Args:
         max_size: Largest size, in tokens.
@@ -129,9 +147,9 @@ def default_capture_sizes(
         query_len: Tokens per request of a uniform decode batch.
 
     Raises:
-        ConfigError: A value is not a whole number of at least one.
+        ConfigError: A value is not a whole number of at least 1.
     """
-    top = check_count(max_size, "max_capture_size")
+    top = check_count(max_size, "max_size")
     query_len = check_count(query_len, "query_len")
     sizes = {*_ladder(top), top}
     if max_num_seqs is not None:
@@ -143,7 +161,7 @@ def default_capture_sizes(
 
 
 def _ladder(top: int, small: Iterable[int] = (1, 2, 4)) -> list[int]:
-    """Return 1, 2, 4, then steps of 8 below 256 and steps of 16 up to ``top``."""
+    """Return the small sizes, multiples of 8 below 256 and multiples of 16, up to ``top``."""
     return [
         *(size for size in small if size <= top),
         *range(8, min(top + 1, _COARSE_FROM), 8),
@@ -171,12 +189,12 @@ class SizeRules:
         tensor_parallel_filter: Whether sequence parallelism limits sizes to multiples of the
             tensor-parallel size.
         adds_limits: Whether the token limit and the sizes of decode batches are added.
-        rounds: The modes for which sizes are rounded to the query length; None for no rounding.
-        rounding_with_tensor_parallel: Whether sizes are also rounded to a tensor-parallel size
-            above one: only with sequence parallelism (``sequence_parallel``), ``always`` or
-            ``never``.
-        empty_rounding: Whether to raise or to keep the unrounded sizes if rounding removes all of
-            them.
+        rounds: The modes for which sizes are rounded to multiples of the query length; None for no
+            rounding.
+        rounding_with_tensor_parallel: When sizes are also rounded to multiples of a tensor-parallel
+            size above one; ``sequence_parallel`` means only with sequence parallelism.
+        empty_rounding: What happens if no rounded size fits the maximum: ``raise`` an error, or
+            ``keep`` the unrounded sizes.
     """
 
     descending: bool = False
@@ -270,7 +288,7 @@ def derive_capture_sizes(
         max_num_batched_tokens: Largest number of tokens in a batch.
         user_sizes: The user's list of sizes, if given.
         user_max_size: The user's maximum size, if given.
-        mode: The configured mode, which decides whether sizes are derived and rounded.
+        mode: The configured mode. Newer generations have no sizes in mode NONE.
         query_len: Tokens per request of a uniform decode batch (1 + speculative tokens).
         enforce_eager: Whether graphs are switched off.
         tensor_parallel_size: Number of ranks that share each layer.
@@ -279,7 +297,8 @@ def derive_capture_sizes(
         small_steps: Whether every size up to 32 is captured (0.33's "interactivity" mode).
 
     Raises:
-        ConfigError: The user's list is empty, or its largest size differs from the user's maximum.
+        ConfigError: The user's list is empty, its largest usable size differs from the user's
+            maximum, or the derived maximum is below 1.
         UnknownNameError: The generation is unknown.
     """
     rules = _rules(generation, SIZE_RULES)
@@ -348,7 +367,7 @@ def round_sizes_for_query_len(
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
 ) -> CaptureSizes:
-    """Round sizes up to multiples of a query length, up to a maximum.
+    """Round sizes up to multiples of a query length, and drop those above a maximum.
 
     A uniform batch padded to a rounded size consists of whole requests. Call
     ``rounds_for_query_len`` to find out whether a mode requires rounding.
@@ -381,7 +400,12 @@ def round_sizes_for_query_len(
                 "query_len",
                 query_len,
                 f"a multiple or a divisor of the tensor parallel size ({tensor_parallel_size})",
-                "Change the number of speculative tokens, or disable sequence parallelism.",
+                "Change the number of speculative tokens"
+                + (
+                    " or the tensor parallel size."
+                    if rules.rounding_with_tensor_parallel == "always"
+                    else ", or disable sequence parallelism."
+                ),
             )
     rounded = sorted({-(-size // multiple) * multiple for size in given})
     rounded = [size for size in rounded if size <= top]
@@ -389,19 +413,23 @@ def round_sizes_for_query_len(
         rounded = [multiple]
     if not rounded:
         if rules.empty_rounding == "keep":
-            note = f"no multiple of {multiple} is at most {top}, so sizes are not rounded."
+            note = f"No multiple of {multiple} is at most {top}, so sizes are not rounded."
             return CaptureSizes(given, top, (note,))
         raise ConfigError(
             "capture sizes",
             list(given),
-            f"large enough to hold one request of {multiple} tokens",
-            f"Raise the maximum ({top}) to at least {multiple}.",
+            f"at least {multiple}",
+            f"Add a size of at least {multiple}."
+            if max_size is None
+            else f"Increase the maximum to at least {multiple}.",
+            message=f"No capture size can be rounded to a multiple of {multiple} tokens, because "
+            f"the largest allowed size is {top}.",
         )
     return CaptureSizes(tuple(rounded), rounded[-1])
 
 
 def rounds_for_query_len(mode: CUDAGraphMode, query_len: int, generation: str = "newest") -> bool:
-    """Return whether a generation rounds sizes for a mode and query length."""
+    """Return whether a generation of vLLM rounds sizes for a mode and query length."""
     rules = _rules(generation, _ROUNDING_RULES)
     if rules.rounds is None or query_len <= 1:
         return False

@@ -32,7 +32,7 @@ _WORDS: Final = {
 
 
 def is_flag(value: object) -> bool:
-    """Return whether a value is a Python or numpy boolean."""
+    """Return whether a value is a boolean of Python, numpy or torch."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
@@ -67,11 +67,13 @@ def check_count(
     Raises:
         ConfigError: The value is a boolean, not a whole number, or out of range.
     """
-    allowed = "a whole number"
-    if minimum is not None:
-        allowed += f" of at least {minimum}"
-    if maximum is not None:
-        allowed += f" and at most {maximum}"
+    if minimum is not None and maximum is not None:
+        limits = f" from {minimum} to {maximum}"
+    elif maximum is not None:
+        limits = f" of at most {maximum}"
+    else:
+        limits = "" if minimum is None else f" of at least {minimum}"
+    allowed = f"a whole number{limits}"
     if is_flag(value):
         raise ConfigError(setting, value, allowed, "True and False are not counts.")
     number = _read_whole(value) if isinstance(value, str) else whole_number(value)
@@ -133,8 +135,8 @@ def check_instance(
             ``kind``.
         kind: Required type of the object: a class or a protocol.
         setting: Name of the setting, for the error message.
-        hint: Next step, for the error message; by default, to pass an instance if ``value`` is a
-            class.
+        hint: Next step, for the error message. If ``value`` is a class whose instances are allowed,
+            the next step is to pass an instance.
         allowed: The allowed values, for the error message; by default, an object of this type.
 
     Raises:
@@ -185,7 +187,7 @@ def read_flag(value: Any, setting: str) -> bool:
         return bool(value)
     word = value.strip().lower() if isinstance(value, str) else ""
     if word not in _WORDS:
-        raise ConfigError(setting, value, "true or false")
+        raise ConfigError(setting, value, "true or false (or yes, no, on, off, 1 or 0)")
     return _WORDS[word]
 
 
@@ -206,7 +208,8 @@ def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
     Raises:
         UnknownNameError: The wrapper got an unknown keyword argument. The message lists the closest
             names.
-        ConfigError: The wrapper got too few or too many positional arguments.
+        ConfigError: A required argument is missing, there are too many positional arguments, or an
+            argument is given twice.
     """
 
     @functools.wraps(function)

@@ -17,7 +17,8 @@ from dispatchkit.keys.reading import read_axes, read_flag, read_number_or_number
 from dispatchkit.keys.records import SettingInfo, or_none, setting, setting_metadata, settings_repr
 
 _DEFAULT_CEILING = 512
-_MAX_LORAS = 1 << 12  # the table has a column for each number of adapters
+#: Largest value allowed for ``max_loras``: tables have an index for each number of adapters.
+MAX_LORAS = 1 << 12
 
 
 def _query_lens(value: Any) -> tuple[int, ...]:
@@ -55,8 +56,8 @@ def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
 class DispatchConfig:
     """Sizes, limits and modes of one dispatcher.
 
-    Two configurations are equal if they have the same effect, whether their sizes and limits were
-    given or derived. ``attrs.evolve`` keeps the given settings and derives the others again.
+    Two configurations with the same effect are equal, even if the sizes of only one were derived.
+    ``attrs.evolve`` keeps the given settings and derives the others again.
 
     Attributes:
         mode: The runtime modes that decode and mixed batches use (vLLM's ``cudagraph_mode``). The
@@ -75,8 +76,8 @@ class DispatchConfig:
             query length. This adds a query class after the classes of uniform batches.
         uniform_sizes: Sizes for uniform batches of more than one token per request; None means
             ``sizes``.
-        max_loras: Largest number of adapters active in a batch; 0 means no adapters.
-        specialize_lora: Whether to capture graphs without adapters, too.
+        max_loras: Largest number of adapters active in a batch, at most 4,096; 0 means no adapters.
+        specialize_lora: Whether to also capture graphs without adapters.
         specialize_active_loras: Whether to capture graphs for several numbers of adapters (powers
             of two), instead of one graph for all numbers.
         axes: User-defined axes to capture graphs for, such as a sequence length.
@@ -142,7 +143,7 @@ class DispatchConfig:
     )
     max_loras: int = setting(
         0,
-        lambda value, name: check_count(value, name, minimum=0, maximum=_MAX_LORAS),
+        lambda value, name: check_count(value, name, minimum=0, maximum=MAX_LORAS),
         SettingInfo("Largest number of active adapters."),
     )
     specialize_lora: bool = setting(
@@ -204,7 +205,7 @@ class DispatchConfig:
             (name, given, limit) for name, given in lists.items() if given is not None
         )
         for name, given, most in sorted(checked - self._checked):
-            check_capture_sizes(given, setting=name, limit=most)
+            check_capture_sizes(given, setting=name, limit=most, uniform=name == "uniform_sizes")
         set_(self, "_checked", checked)
         set_(self, "sizes", sizes)
         set_(self, "max_num_tokens", limit)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from dispatchkit.errors import ConfigError, UnknownNameError, counted
+from dispatchkit.errors import ConfigError, UnknownNameError
 
 __all__ = [
     "ALLOWED_MODES",
@@ -50,7 +50,7 @@ class RuntimeMode(enum.IntEnum):
         return self.name
 
     @classmethod
-    def parse(cls, value: object, setting: str = "mode") -> RuntimeMode:
+    def parse(cls, value: object, setting: str = "runtime mode") -> RuntimeMode:
         """Return the runtime mode for a member, a name or a value.
 
         Args:
@@ -66,6 +66,8 @@ class RuntimeMode(enum.IntEnum):
             return value
         try:
             return CUDAGraphMode.parse(value).runtime_mode
+        except ModeError as error:
+            raise ModeError(setting, error.value, error.allowed) from None
         except UnknownNameError as error:
             raise UnknownNameError(setting, error.name, cls.__members__) from None
 
@@ -151,11 +153,11 @@ class CUDAGraphMode(enum.Enum):
         return CUDAGraphMode(max(parts))
 
     def has_full_cudagraphs(self) -> bool:
-        """Return whether any batch runs in mode FULL."""
+        """Return whether decode or mixed batches run in mode FULL."""
         return self.max_cudagraph_mode() is CUDAGraphMode.FULL
 
     def has_piecewise_cudagraphs(self) -> bool:
-        """Return whether any batch runs in mode PIECEWISE."""
+        """Return whether decode or mixed batches run in mode PIECEWISE."""
         return self.requires_piecewise_compilation()
 
     def separate_routine(self) -> bool:
@@ -278,7 +280,13 @@ class AttentionSupport(enum.IntEnum):
         return cls[name]
 
 
-#: Alias with the prefix that ``CUDAGraphMode`` has.
+#: The batches that each level allows, in words.
+_BATCHES = {
+    AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE: "uniform decode with one token per request",
+    AttentionSupport.UNIFORM_BATCH: "uniform decode",
+}
+
+#: Alias with the same prefix as ``CUDAGraphMode``.
 CUDAGraphSupport = AttentionSupport
 
 
@@ -307,6 +315,7 @@ def resolve_mode(
     fully_compiled: bool = True,
     captures_piecewise: bool = True,
     rounds_sizes: bool = True,
+    limited_by: str = "attention",
 ) -> ModeResolution:
     """Return the supported mode that is closest to the requested mode.
 
@@ -320,9 +329,10 @@ def resolve_mode(
         captures_piecewise: Whether pieces can be captured; False for a runner without pieces.
         rounds_sizes: Whether the caller uses one list of sizes for all modes, which requires
             rounding for query lengths above one. False for vLLM's second model runner.
+        limited_by: Names of the operators or pieces that have the given level, for messages.
 
     Raises:
-        ConfigError: FULL was requested for mixed batches, but attention is never captured.
+        ConfigError: FULL was requested for mixed batches, but the level is NEVER.
 
     Source: the behavior of vLLM 0.33 before it initializes its keys.
     """
@@ -341,30 +351,26 @@ def resolve_mode(
 
     if resolved.mixed_mode() is CUDAGraphMode.FULL and level < AttentionSupport.ALWAYS:
         if level is AttentionSupport.NEVER:
-            raise _never_captured(wanted)
+            raise _never_captured(wanted, limited_by, is_split=splits_attention)
         resolved = step_down(
             CUDAGraphMode.FULL_AND_PIECEWISE
             if splits_attention
             else CUDAGraphMode.FULL_DECODE_ONLY,
-            f"attention is captured only for {level} batches, not for mixed batches",
+            f"{limited_by} can be captured only for {_BATCHES[level]}",
         )
     pieces = CUDAGraphMode.PIECEWISE if splits_attention else CUDAGraphMode.NONE
     if resolved.decode_mode() is CUDAGraphMode.FULL and level is AttentionSupport.NEVER:
         resolved = step_down(
-            pieces if fully_compiled else CUDAGraphMode.NONE, "attention is never captured"
+            pieces if fully_compiled else CUDAGraphMode.NONE, f"{limited_by} cannot be captured"
         )
     if (
         resolved.decode_mode() is CUDAGraphMode.FULL
         and query_len > 1
         and level < AttentionSupport.UNIFORM_BATCH
     ):
-        resolved = step_down(
-            pieces, f"attention is not captured for {counted(query_len, 'token')} per request"
-        )
+        resolved = step_down(pieces, f"{limited_by} can be captured only for {_BATCHES[level]}")
     if resolved.requires_piecewise_compilation() and not captures_piecewise:
-        resolved = step_down(resolved.without_piecewise(), "the runner has no pieces to capture")
-    if resolved.has_full_cudagraphs() and level is AttentionSupport.NEVER:
-        raise _never_captured(wanted)
+        resolved = step_down(resolved.without_piecewise(), "pieces cannot be captured")
     full_decode = resolved.decode_mode() is CUDAGraphMode.FULL
     return ModeResolution(resolved, tuple(reasons), rounds_sizes and full_decode and query_len > 1)
 
@@ -374,10 +380,10 @@ def _iterable(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, enum.Enum)
 
 
-def _never_captured(mode: CUDAGraphMode) -> ConfigError:
+def _never_captured(mode: CUDAGraphMode, limited_by: str, *, is_split: bool) -> ConfigError:
     return ConfigError(
-        "cudagraph_mode",
+        "mode",
         str(mode),
-        "NONE or PIECEWISE, because the attention backend is never captured",
-        "Choose one of these, or a different attention backend.",
+        f"NONE or PIECEWISE, because {limited_by} cannot be captured",
+        "" if is_split else "To use PIECEWISE, split the step there.",
     )

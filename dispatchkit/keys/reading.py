@@ -47,7 +47,7 @@ def read_numbers(value: Any, name: str) -> Any:
 
 
 def read_number_or_numbers(value: Any, name: str) -> Any:
-    """Return a list of numbers; a single number becomes a list with one item."""
+    """Return the numbers of a list or of text; a single number becomes a list with one item."""
     value = read_number(value, name)
     return [value] if isinstance(value, int) else read_numbers(value, name)
 
@@ -106,7 +106,8 @@ def _table_of_axes(text: str, name: str) -> dict[str, Any]:
     for part in filter(None, map(str.strip, text.split(";"))):
         axis, equals, buckets = map(str.strip, part.partition("="))
         if not equals or axis in found:
-            raise ConfigError(name, text, _AXES_ALLOWED)
+            hint = f"Axis {axis!r} is listed twice." if equals else ""
+            raise ConfigError(name, text, _AXES_ALLOWED, hint)
         bare = buckets.removesuffix(" exact")
         found[axis] = {"buckets": bare, "exact": bare != buckets}
     return found

@@ -100,6 +100,7 @@ def test_text_shows_the_same_in_80_columns(run: Any) -> None:
         (["3", "--num-reqs", "4"], "num_reqs"),
         (["3", "--num-reqs", "-1"], "num_reqs"),
         (["3", "--loras", "2", "--max-loras", "1"], "loras"),
+        (["3", "--loras", "5000"], "--loras must be a whole number from 0 to 4096, got 5000"),
         (["3", "--query-len", "0"], "query_lens"),
         (["3", "--max-num-tokens", "0"], "max_num_tokens"),
         (["3", "--max-num-seqs", "-4"], "max_num_seqs"),

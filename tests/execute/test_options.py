@@ -301,5 +301,5 @@ def test_state_is_declared_once_and_not_printed():
     assert make(state=state).spec.state is state
     with pytest.raises(ConfigError, match=r"scratch must be a list of tensors.*scratch=\[tensor\]"):
         StepState(scratch=torch.zeros(3))
-    with pytest.raises(ConfigError, match=r"state\[0\] must be a tensor, got 3"):
+    with pytest.raises(ConfigError, match=r"tensors\[0\] must be a tensor, got 3"):
         StepState([3])

@@ -237,7 +237,7 @@ def test_whole_step_that_is_not_captured_for_all_batches_is_no_full_graph(backen
     """Declarations of operators apply; FULL is derived only if none forbids it."""
     piece = attrs.evolve(graph_piece(lambda tokens: tokens + 1), support=AttentionSupport.NEVER)
     inputs = {"tokens": StaticInput((None,), "int64")}
-    with pytest.warns(ModeDowngradeWarning, match="attention is never captured"):
+    with pytest.warns(ModeDowngradeWarning, match="<lambda> cannot be captured. Set mode='NONE'"):
         runner = GraphRunner([piece], inputs, sizes=(4,), backend=backend)
     assert not runner.config.mode.has_full_cudagraphs()
 

@@ -677,6 +677,7 @@ def test_undeclared_state_beyond_the_limit_is_named(make_runner, quiet):
     assert "undeclared_state" in text
     assert "(100,)" in text
     assert "state=[tensor]" in text
+    assert "state_limit_bytes by at least 1." in text
     assert cache[0] == 0
     runner(torch.arange(3))  # eager, once
     assert cache[0] == 1

@@ -257,7 +257,7 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
         ({"example": {"x": torch.zeros(2)}}, "example must be omitted .* got {'x': <Tensor of sh"),
         ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
         ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
-        ({"sizes": 8}, r"sizes must be a list .* For one size, give \[8\]"),
+        ({"sizes": 8}, r"sizes must be a list .*, such as \[8, 16\], got 8"),
         ({"options": {"strict": True}}, "options must be a RunnerOptions"),
         ({"options": RunnerOptions}, r"Pass an instance: RunnerOptions\(\.\.\.\)"),
         ({"backend": TapeBackend}, r"Pass an instance: TapeBackend\(\.\.\.\)"),

@@ -23,6 +23,7 @@ from dispatchkit.keys.capture_sizes import (
     rounds_for_query_len,
 )
 from dispatchkit.keys.checks import check_count
+from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 
 size_lists = st.lists(st.integers(1, 300), max_size=12)
@@ -66,7 +67,7 @@ def test_sizes_over_the_limit_are_refused():
 def test_sizes_over_the_limit_can_be_trimmed_with_a_warning():
     """They are trimmed with a warning if the caller requests it."""
     with pytest.warns(
-        CaptureSizeWarning, match=r"dropped \[64\], because larger than max_num_tokens"
+        CaptureSizeWarning, match=r"above max_num_tokens \(32\) were dropped from `sizes`: 64"
     ):
         assert check_capture_sizes([8, 32, 64], limit=32, over_limit="trim") == (8, 32)
 
@@ -79,6 +80,13 @@ def test_the_range_without_a_graph_is_named():
 def test_no_size_left_is_said_and_is_no_error():
     with pytest.warns(CaptureSizeWarning, match="is empty, so every batch runs eager"):
         assert check_capture_sizes([], limit=32) == ()
+
+
+def test_sizes_of_uniform_batches_are_described_as_such():
+    """Mixed batches have their own sizes, so they do not run eager."""
+    for sizes, text in (([], "so uniform batches have no"), ([7], "uniform batches of 8 tokens")):
+        with pytest.warns(CaptureSizeWarning, match=f"`uniform_sizes` .*{text}"):
+            DispatchConfig(sizes=[8], uniform_sizes=sizes)
 
 
 def test_a_list_up_to_the_limit_gives_no_warning():
@@ -140,7 +148,7 @@ def test_default_for_a_query_length_has_all_whole_requests_that_fit():
 
 @pytest.mark.parametrize("bad", [0, -3, 1.5, True])
 def test_default_refuses_a_bad_maximum(bad):
-    with pytest.raises(ConfigError, match="max_capture_size"):
+    with pytest.raises(ConfigError, match="max_size must be"):
         default_capture_sizes(bad)
 
 
@@ -291,7 +299,7 @@ def test_rounding_at_the_edges():
     assert round_sizes_for_query_len([], 3) == CaptureSizes((), 0)
     assert round_sizes_for_query_len([5, 8], 4, max_size=4).sizes == (4,), "one request fits"
     assert round_sizes_for_query_len([4, 8], 4, max_size=8).sizes == (4, 8)
-    with pytest.raises(ConfigError, match=r"Raise the maximum \(3\) to at least 4"):
+    with pytest.raises(ConfigError, match=r"size is 3\. Increase the maximum to at least 4"):
         round_sizes_for_query_len([5, 8], 4, max_size=3)
 
 

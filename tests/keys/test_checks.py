@@ -77,11 +77,11 @@ def test_requests_that_are_not_given_stay_none():
 def test_limits_are_part_of_the_message():
     for limits, text in (
         ({"minimum": 3}, "a whole number of at least 3,"),
-        ({"minimum": 3, "maximum": 5}, "a whole number of at least 3 and at most 5,"),
+        ({"minimum": 3, "maximum": 5}, "a whole number from 3 to 5,"),
     ):
         with pytest.raises(ConfigError, match=text):
             check_count(2, "count", **limits)
-    with pytest.raises(ConfigError, match="at most 5"):
+    with pytest.raises(ConfigError, match="from 1 to 5"):
         check_count(6, "count", maximum=5)
     assert check_count(-2, "count", minimum=None) == -2
 

@@ -109,7 +109,7 @@ def test_bad_number_is_refused_with_its_setting(setting, value):
         DispatchConfig(**{setting: value})
     assert caught.value.setting == setting
     assert caught.value.value == value
-    assert "a whole number of at least" in str(caught.value)
+    assert f"{setting} must be a whole number" in str(caught.value)
 
 
 @pytest.mark.parametrize("setting", ["max_num_tokens", "max_num_seqs"])

@@ -196,7 +196,9 @@ def test_two_tokens_per_request_are_rounded_for():
 
 
 def test_full_for_mixed_batches_is_refused_where_attention_is_never_captured():
-    with pytest.raises(ConfigError, match=r"NONE or PIECEWISE, .* never captured, got 'FULL'"):
+    with pytest.raises(
+        ConfigError, match=r"NONE or PIECEWISE, because attention cannot be captured, got 'FULL'"
+    ):
         resolve_mode(M.FULL, "NEVER")
 
 

@@ -55,10 +55,13 @@ DOWNGRADES = frozenset(
 )
 
 
-_RECAPTURE = "Restore it, or call runner.invalidate() and runner.capture() for new graphs."
+_RECAPTURE = (
+    "Undo the change, or call runner.invalidate() and runner.capture() to capture new graphs."
+)
+_CAPTURE_AGAIN = "Call runner.capture(); a lazy runner captures the graph again by itself."
 #: Next step for each downgrade; docs/how-to/operate.md has details.
 NEXT_STEPS: Mapping[str, str] = {
-    Reason.ABOVE_LARGEST: "Add a larger capture size.",
+    Reason.ABOVE_LARGEST: "Add a capture size at least as large as the batch.",
     Reason.NO_KEY: (
         "The policy declares no graph for this kind of batch. Change the mode or the capture sizes."
     ),
@@ -70,23 +73,34 @@ NEXT_STEPS: Mapping[str, str] = {
         "Call runner.capture() to capture the graph again, within max_graphs and max_bytes."
     ),
     Reason.STALE: "Call runner.capture() to capture the graph again.",
-    Reason.TOO_MANY_REQS: "Increase max_num_seqs.",
-    Reason.OUTSIDE_AXIS: "Add buckets to the axis.",
+    Reason.TOO_MANY_REQS: "Increase max_num_seqs to at least the number of requests in the batch.",
+    Reason.OUTSIDE_AXIS: "Add a bucket for the batch's value to the axis.",
     Reason.PIECEWISE_UNSUPPORTED: (
-        "The step is not split, so mixed batches have no graph in this mode. Create the runner "
-        "with mode='FULL' if one graph can serve any batch of its size, pass uniform=True for "
-        "decode-only batches, or split the step."
+        "The step is not split into pieces, so PIECEWISE cannot run. Create the runner with "
+        "mode='FULL' if one graph can serve any batch of its size, or pass a list of pieces as the "
+        "step. In mode FULL_AND_PIECEWISE, decode-only batches have FULL graphs: pass uniform=True "
+        "for them."
     ),
     Reason.NO_ANSWER: (
-        "The policy returned None for these batches. Use the composite policy with this policy "
-        "before vllm, which then decides these batches."
+        "The policy returned None, so no policy decides for this batch. Return a decision, or use "
+        "the composite policy with this policy first and vllm second."
     ),
-    Reason.POLICY_ERROR: "The policy violated its contract; runner.explain() shows how.",
-    Reason.REPLAY_FAILED: "print(runner) shows the error of the replay.",
-    Reason.CHECK_FAILED: "print(runner) shows how the replay differed from eager.",
+    Reason.POLICY_ERROR: (
+        "The policy's decide() raised, or returned a decision that violates a constraint. Fix the "
+        "policy, and test it with dispatchkit.testing.PolicyTests."
+    ),
+    Reason.REPLAY_FAILED: (
+        "print(runner) shows the error of the replay. Fix its cause, then call "
+        "runner.capture(again=True)."
+    ),
+    Reason.CHECK_FAILED: (
+        "print(runner) shows how the replay differed from eager. Fix the step, then call "
+        "runner.capture(again=True)."
+    ),
     Reason.CALL_DIFFERS: (
-        "A function under @eager_region returned different shapes, types, strides or values "
-        "than in the capture; runner.stats().differing_calls shows where."
+        "A function under @eager_region returned different shapes, types, strides or values than "
+        "in the capture; runner.stats().differing_calls shows where. Return the same ones every "
+        "time, or move more of the step into that function."
     ),
     Reason.PYTHON_STATE: (
         "print(runner) names the attribute, the class and, if known, the line. Keep this state in "
@@ -115,12 +129,12 @@ NEXT_STEPS: Mapping[str, str] = {
         "the cause. Capture a graph as large as the batch, or remove rows_independent."
     ),
     Reason.OUTPUTS_NOT_JOINED: (
-        "An output has no row dimension, so the outputs of two parts cannot be joined. Return a "
+        "An output has no row dimension, so the outputs of two parts cannot be joined. Return one "
         "value per row, or capture a graph as large as the batch."
     ),
-    Reason.WEIGHTS_REPLACED: "Call runner.capture(), unless the runner is lazy.",
-    Reason.VALUE_CHANGED: "Call runner.capture(), unless the runner is lazy.",
-    Reason.AUTOCAST: "Capture under the same autocast state as the steps.",
+    Reason.WEIGHTS_REPLACED: _CAPTURE_AGAIN,
+    Reason.VALUE_CHANGED: _CAPTURE_AGAIN,
+    Reason.AUTOCAST: "Capture under the autocast state in which the steps run.",
     Reason.TRAINING_MODE: f"The training mode of a module was changed. {_RECAPTURE}",
     Reason.MOVED_MODULE: f"A module was moved, or its dtype changed. {_RECAPTURE}",
 }
@@ -129,7 +143,7 @@ NEXT_STEPS: Mapping[str, str] = {
 #: Next step for ``not_captured`` and ``evicted`` if the budget has no space for another graph.
 MAX_GRAPHS_REACHED = (
     "max_graphs is reached, so runner.capture() skips this graph. Increase max_graphs, or create "
-    "the runner with lazy=True, which evicts other graphs for it."
+    "the runner with lazy=True, so that it evicts other graphs to capture this one."
 )
 
 

@@ -52,8 +52,8 @@ def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def _state(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return _tensors(tensors, "state")
+def _declared(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return _tensors(tensors, "tensors")
 
 
 def _scratch(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -86,14 +86,14 @@ class StepState:
         generators: Random generators that the step uses besides the default generators.
     """
 
-    tensors: tuple[torch.Tensor, ...] = attrs.field(default=(), converter=_state)
+    tensors: tuple[torch.Tensor, ...] = attrs.field(default=(), converter=_declared)
     scratch: tuple[torch.Tensor, ...] = attrs.field(default=(), converter=_scratch)
     generators: tuple[torch.Generator, ...] = attrs.field(default=(), converter=_generators)
 
     @classmethod
     def of(cls, state: StepState | Iterable[torch.Tensor]) -> StepState:
         """Convert a list of tensors to declared state."""
-        return state if isinstance(state, StepState) else cls(state)
+        return state if isinstance(state, StepState) else cls(_tensors(state, "state"))
 
     def __repr__(self) -> str:
         # Tensors are only counted, because printing a tensor waits for the device.
@@ -332,7 +332,7 @@ class WriteWatch(OperationMode):
         return max((torch.finfo(one).eps for one in types), default=0.0)
 
     def compiled_code(self) -> CompiledCode | None:
-        """Return properties of functions wrapped in torch.compile; None if the step calls none."""
+        """Return properties of compiled functions; None if the step calls no such function."""
         if self._calls is None or not self._calls.num_plain:
             return None
         reads = tuple(one for one in self._outside_reads.alive() if one._cdata not in self._own)
@@ -377,11 +377,12 @@ class WriteWatch(OperationMode):
         if storage.nbytes() > self._left:
             raise CaptureError(
                 f"The step writes to an undeclared {tensor.dtype} tensor of shape "
-                f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) with {operation}, but at most "
-                f"{self._left} more bytes of undeclared state can be saved during warmups. Declare "
-                "the tensor with state=[tensor], or with state=StepState(scratch=[tensor]) if "
-                "padding rows write only to locations that are never read. Alternatively, increase "
-                "state_limit_bytes.",
+                f"{tuple(tensor.shape)} with {operation}. Its storage has {storage.nbytes():,} "
+                f"bytes, but only {self._left:,} more bytes of undeclared state can be saved "
+                "during warmups. Declare the tensor with state=[tensor], or with "
+                "state=StepState(scratch=[tensor]) if padding rows write only to locations that "
+                "are never read. Alternatively, increase state_limit_bytes by at least "
+                f"{storage.nbytes() - self._left:,}.",
                 reason="undeclared_state",
             )
         self._left -= storage.nbytes()
@@ -467,7 +468,7 @@ _MAY_REJECT_NUMBERS = frozenset(
 
 
 def _makes_integers(args: tuple[Any, ...], result: Any) -> bool:
-    """Return whether a conversion is from floating point to integers other than booleans."""
+    """Return whether a conversion turns floating-point numbers into integers; booleans are not."""
     made = {one.dtype for one in tensors_in((result,))} - {torch.bool}
     if not made or any(one.is_floating_point or one.is_complex for one in made):
         return False
@@ -538,18 +539,18 @@ class ContentWatch:
         self._sums = [_Sums(one) for one in large.values()]
 
     def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
-        """Return the written tensors, each with a copy of its storage before the run."""
+        """Return the written tensors that were copied, each with the copy of its storage."""
         return [found for one in self._copies for found in one.changed()]
 
     def changed_beyond_limit(self) -> list[torch.Tensor]:
-        """Return the written tensors without a copy."""
+        """Return the written tensors that were not copied, because of the limit."""
         return [found for one in self._sums for found in one.changed()]
 
 
 #: Alignment of the copies in bytes, so that kernels use wide words.
 _ALIGNMENT: Final = 16
-#: Number of columns that are summed separately. A prime number, so that values that are only moved,
-#: for example by a roll, move to other columns.
+#: Number of columns that are summed separately. A prime number, so that a write that only moves
+#: values, such as a roll, moves them to other columns and changes the sums.
 _COLUMNS: Final = 1021
 
 

@@ -44,7 +44,7 @@ def declare_support(op: Any, level: AttentionSupport | str) -> None:
 
     Raises:
         ConfigError: ``op`` is neither an operator nor a qualified name.
-        UnknownNameError: ``level`` is not the name of a level.
+        UnknownNameError: ``level`` is not the name of an ``AttentionSupport``.
     """
     _declared[_qualified_name(op)] = AttentionSupport.parse(level)
 
@@ -90,8 +90,7 @@ def mode_for_pieces(
         captures: Whether the backend can capture graphs.
 
     Raises:
-        ConfigError: FULL is requested for mixed batches, but a piece can never be captured. A note
-            names the piece.
+        ConfigError: FULL is requested for mixed batches, but a piece cannot be captured.
     """
     pieces = list(pieces)
     asked = CUDAGraphMode.parse(mode)
@@ -99,26 +98,26 @@ def mode_for_pieces(
         return ModeResolution(
             CUDAGraphMode.NONE, (f"{asked} -> NONE: the backend does not capture graphs",)
         )
-    is_split = any(not piece.is_graph for piece in pieces)
-    try:
-        return resolve_mode(
-            asked,
-            [piece.support for piece in pieces],
-            query_len=query_len,
-            splits_attention=is_split,
-            rounds_sizes=False,
-        )
-    except ConfigError as error:
-        names = sorted({piece.limited_by for piece in pieces if piece.limited_by})
-        hint = "Use PIECEWISE" if is_split else "Split the step there and use PIECEWISE"
-        error.add_note(f"{', '.join(names)} can never be captured. {hint}.")
-        raise
+    level = min((piece.support for piece in pieces), default=AttentionSupport.ALWAYS)
+    limits = {piece.limited_by or piece.name for piece in pieces if piece.support is level}
+    return resolve_mode(
+        asked,
+        level,
+        query_len=query_len,
+        splits_attention=any(not piece.is_graph for piece in pieces),
+        rounds_sizes=False,
+        limited_by=", ".join(sorted(limits)),
+    )
 
 
 def warn_of_downgrade(resolution: ModeResolution) -> None:
     """Warn if the mode differs from the requested mode."""
     if resolution.reasons:
-        warnings.warn(f"Mode {'; '.join(resolution.reasons)}.", ModeDowngradeWarning, stacklevel=3)
+        text = (
+            f"Mode {'; '.join(resolution.reasons)}. Set mode={str(resolution.mode)!r} to request "
+            "the lower mode without this warning."
+        )
+        warnings.warn(text, ModeDowngradeWarning, stacklevel=3)
 
 
 def _qualified_name(op: Any) -> str:
