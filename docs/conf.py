@@ -24,6 +24,7 @@ html_css_files = ["pages.css"]
 pygments_dark_style = "github-dark"
 
 # Pages are also read on the code host, so their links to files outside docs/ are relative paths.
+# The built site does not contain these files.
 _LINK_UP = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 
 

@@ -210,7 +210,7 @@ class FailureTests:
         assert seen == [False], "The garbage collector was enabled during the capture."
 
     def test_is_capturing_is_true_only_inside(self, rig: Rig) -> None:
-        """Wrappers call ``is_capturing`` to run the wrapped function directly inside a capture."""
+        """A runner calls ``is_capturing`` to detect that other code is capturing the step."""
         seen: list[bool] = []
 
         def run() -> Any:

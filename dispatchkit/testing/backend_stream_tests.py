@@ -23,7 +23,7 @@ def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> No
 
 
 class StreamTests:
-    """Tests that released memory is freed, and that waits order work."""
+    """Tests of releases, pools, streams, events, warmups and threads."""
 
     def release_unused_memory(self, rig: Rig) -> None:
         """Return unused memory to the device; see BackendTests."""

@@ -127,7 +127,7 @@ def for_all_cases(
         trait: Skip the test if the policy does not claim this trait.
         learning: Skip the test if the policy has no ``observe``.
         all_captured: Use only cases with all graphs captured and all modes supported.
-        share: Fraction of the examples to run; less than 1 for slow checks.
+        share: Fraction of the cases to run; less than 1 for slow checks.
     """
 
     def wrap(check: _Check) -> Callable[[Any], None]:

@@ -70,8 +70,8 @@ class Way:
 
     Attributes:
         inputs: The declared inputs.
-        path: Expected start of the result of ``runner.controls.input_path``, or the allowed starts
-            if it differs between sizes.
+        path: Expected start of the paths that ``runner.controls.input_path`` returns; a tuple of
+            allowed starts if the paths differ between sizes.
         node: ``used``, ``none``, ``short`` (the host inputs of the largest size do not fit) or
             ``lost`` (the node is not found in the captured graph).
         kind: ``full``, ``pieces``, or ``registered`` for graphs captured outside the runner.
@@ -209,7 +209,7 @@ class InputTransportTests:
             bench.compare(result, wanted)
 
     def test_nothing_of_a_call_is_kept_alive(self, bench: Bench) -> None:
-        """After the launch of a step, the runner keeps no reference to its inputs."""
+        """After a step, the runner keeps no reference to the inputs of the call."""
         runner = bench.runner()
         for rows, ceiling in ((3, 2), (3, 2), (8, 2), (8, 0), (3, 2)):
             values = bench.values(rows, rows)
@@ -348,7 +348,7 @@ class Bench:
         """
         step = _returning(self.way.inputs, draws=draws)
         if not by_rows:
-            # Results include padding.
+            # Results include padding, so the proof of rows would fail.
             options = attrs.evolve(
                 options,
                 buffers=BufferOptions(output_batch_dims=None),

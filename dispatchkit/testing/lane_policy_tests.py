@@ -234,7 +234,9 @@ class LanePolicyTests:
             for step, lane, _ in self._play(policy, schedule):
                 if step.key is not None and lane not in assigned[step.key]:
                     self._fail(
-                        f"chose lane {lane}, but lanes_for_key returns {assigned[step.key]}", step
+                        f"chose lane {lane}, but lanes_for_key returns {assigned[step.key]} for "
+                        "the key",
+                        step,
                     )
 
     def test_stream_priorities_fit_the_lanes(self) -> None:

@@ -63,8 +63,8 @@ class PolicyTests(CaseRunner):
     def test_declare_is_deterministic(self, case: Case) -> None:
         """For the same configuration, ``declare`` returns the same keys in the same order.
 
-        Each rank captures in this order, in its own process. Ranks with different keys or a
-        different order hang in the first collective of a capture.
+        Each rank captures in this order, in its own process. Ranks that disagree on the keys or
+        their order hang in the first collective of a capture.
         """
         for call, policy in (
             ("a second call", case.policy),
@@ -105,7 +105,7 @@ class PolicyTests(CaseRunner):
                 f"more than {counted(most_loras, 'adapter')} (max_loras is {config.max_loras})": (
                     descriptor.num_active_loras > most_loras
                 ),
-                f"a query length not in {config.query_lens}": (
+                f"query_len {descriptor.query_len} is not in query_lens {config.query_lens}": (
                     descriptor.uniform and descriptor.query_len not in config.query_lens
                 ),
                 f"num_tokens is not a multiple of query_len ({descriptor.query_len})": (
@@ -559,7 +559,7 @@ class PolicyTests(CaseRunner):
     def _outcomes(
         self, case: Case, policy: Policy, batches: list[Batch], *, failures: bool
     ) -> Iterator[Outcome]:
-        """Yield outcomes of random steps; decide each step when its outcome is requested."""
+        """Yield outcomes of random steps; each decision is made when its outcome is requested."""
         rng = case.rng
         for _ in range(20):
             batch = rng.choice(batches)

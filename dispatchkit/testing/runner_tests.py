@@ -243,8 +243,9 @@ class RunnerTests:
             backend.synchronize()
         faults = runner.dispatcher.num_policy_errors
         assert faults == 0, (
-            f"The dispatcher counted {counted(faults, 'fault')} of the policy: exceptions, or "
-            "decisions that violate hard constraints. PolicyTests finds the cause."
+            f"The dispatcher counted {counted(faults, 'fault')} of the policy (an exception, or a "
+            "decision that violates a hard constraint). The RuntimeWarning of this test describes "
+            "the first fault."
         )
 
 

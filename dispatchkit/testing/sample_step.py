@@ -30,7 +30,7 @@ class SampleStep:
         return (self.table[tokens] + values) @ self.weight
 
     def mix(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return cumulative sums over rows; padding comes last, so it does not change them."""
+        """Return cumulative sums over rows; padding comes last, so real rows ignore it."""
         return hidden.cumsum(0)
 
     def finish(self, mixed: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -94,7 +94,7 @@ def sample_answers(policy: Policy) -> list[str]:
         registry = GraphRegistry()
         registry.declare(keys)
         for index, key in enumerate(keys):
-            if index % 5 != 3:  # with all graphs, the order of keys may not matter
+            if index % 5 != 3:  # omit some graphs, so that the order of keys matters
                 registry.captured(key, object())
         view = graph_view(registry, config)
         for num_tokens in range(1, config.max_num_tokens + 1):

@@ -112,7 +112,7 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
 
 
 def sample_batch(config: DispatchConfig, rng: random.Random, *, known_reqs: bool = True) -> Batch:
-    """Return a batch as drawn by ``batches``; faster, but without shrinking."""
+    """Return a batch like those that ``batches`` draws; faster, but without shrinking."""
     limit = config.max_num_tokens
     edge = rng.random() < 0.7
     return _batch(

@@ -111,7 +111,7 @@ class RunsTwice(RunnerTests):
         (
             PolicyOfLostGraphs,
             "test_random_traffic_gives_eager_results",
-            r"The dispatcher counted \d+ faults of the policy",
+            r"The dispatcher counted \d+ faults of the policy \(",
         ),
         (NothingReplays, "test_results_are_those_of_the_step_itself", "No step replayed a graph"),
         (RunsTwice, "test_replay_that_fails_runs_the_step_once", "differs from eager"),
