@@ -33,5 +33,5 @@ def test_the_blocks_run_in_their_order(make_runner, tmp_path, monkeypatch, capsy
     for rows in (1, 3, 8):
         runner(torch.arange(rows))
     exec(after, names)  # noqa: S102
-    assert "instead of threshold, over 3 steps" in capsys.readouterr().out
+    assert "threshold with the new settings, over 3 steps" in capsys.readouterr().out
     assert runner.dispatcher.epoch == 5

@@ -86,7 +86,13 @@ def test_uniform_is_not_guessed_without_the_mode(tmp_path):
             "| 2            | FULL         | 31",
             "| 3            | FULL         | 31",
             11,
-            "paddings",
+            r"num paddings must be 2 \(8 padded tokens - 6 unpadded tokens\), got 3",
+        ),
+        (
+            "| 8             | 2",
+            "| 4             | 2",
+            11,
+            "padded tokens must be at least 6, .* got 4",
         ),
         ("| FULL         | 31    |", "| HALF         | 31    |", 11, "runtime mode must be"),
         ("| 31    |", "| -31    |", 11, "count must be from 0 to"),
@@ -191,6 +197,6 @@ def test_reading_traffic_loads_no_numpy():
 def test_counts_of_endless_steps_are_not_gone_through_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(counts, "MAX_STEPS", 50_000)
     path = write(tmp_path / "h.csv", "size,count\n5,50001\n")
-    with pytest.raises(TraceError, match="counts 50,001 steps"):
+    with pytest.raises(TraceError, match=r"counts 50,001 steps.* Divide .* by at least 2\."):
         read_steps(path)
     assert read_workload(path).num_steps == 50_001

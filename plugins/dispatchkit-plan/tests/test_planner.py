@@ -215,7 +215,7 @@ def test_the_token_budget_is_captured_only_where_it_pays():
     assert pays.token_budget.saved_pct > 0
     for model, why in [
         (slow, "more time"),
-        (short, "measured only up to 1 tokens"),
+        (short, "measured only up to 1 token. Calibrate with sizes up to 100"),
         (None, "cost-model"),
     ]:
         plan = plan_sizes(steps, cost_model=model, **kinds)
@@ -226,7 +226,7 @@ def test_the_token_budget_is_captured_only_where_it_pays():
     plan = plan_sizes(steps, cost_model=fast, **by_memory)
     assert plan.sizes[-1] == 16
     assert (plan.token_budget.pays, plan.token_budget.saved_pct) == (False, None)
-    assert "Plan with a number of graphs" in plan.token_budget.reason
+    assert "set the number of graphs" in plan.token_budget.reason
     assert plan_sizes(steps, token_budget=None, **kinds).token_budget is None
     assert plan_sizes(trace_of([3] * 9), **kinds).token_budget is None
 

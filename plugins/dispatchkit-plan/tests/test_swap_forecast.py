@@ -184,7 +184,8 @@ def test_steps_above_the_candidates_limit_are_counted_and_left_out(runner):
     config = attrs.evolve(runner.config, sizes=(4,), max_num_tokens=4)
     forecast = forecast_swap(runner, recorded(runner), cost_model=TRUE, config=config)
     assert (forecast.refused_steps, forecast.num_steps) == (1, 3)
-    assert any("would raise" in note for note in forecast.notes)
+    assert any("1 step above 4 tokens" in note for note in forecast.notes)
+    assert "vllm with the new settings, over 3 steps" in str(forecast)
     with pytest.raises(TraceError, match="no step of 1 to 4 tokens"):
         forecast_swap(runner, recorded(runner, (7,)), cost_model=TRUE, config=config)
 

@@ -1,17 +1,18 @@
 """Simulate ranks that run each step together.
 
-The result separates the time lost to the slowest rank, to padding and to agreement. The simulation
-models dispatchkit-ranks with a policy that does not learn. Each rank decides for its own batch,
-with the real dispatcher. All ranks then run the maximum of tokens, requests and adapters, in the
-most restrictive mode of any rank. The simulation assumes the following:
+The result breaks down the lost time: waiting for the slowest rank, padding, and agreement. The
+simulation models dispatchkit-ranks with a policy that does not learn. Each rank decides for its own
+batch, with the real dispatcher. All ranks then run with the maximum number of tokens, requests and
+adapters, in the most restrictive mode that any rank has chosen. The simulation assumes the
+following:
 
 * Steps of one trace are assigned to the ranks in turn: consecutive steps, one per rank, form one
   common step.
-* An exchange is a chain of messages of ``hop_us`` each, and every message waits for the previous
-  message. A tree has ``2 * ceil(log2(ranks))`` messages, and a ring has ``2 * (ranks - 1)``. The
-  256 bytes of an exchange take no additional time.
-* Ranks reach the exchange at different times only because their last steps took different times.
-  The time that ranks wait is attributed to the slowest rank.
+* An agreement is an exchange of messages in a chain: each message takes ``hop_us`` and waits for
+  the previous message. A tree has ``2 * ceil(log2(ranks))`` messages, and a ring has
+  ``2 * (ranks - 1)``. Messages are so small that their size does not matter.
+* Ranks wait for each other only because their own batches take different times. All of this waiting
+  is attributed to the slowest rank.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Exchange:
         shape: ``tree`` (NCCL between hosts) or ``ring`` (gloo).
         hop_us: Microseconds for one message to another rank, including the wake-up of the receiving
             process.
-        own_us: Microseconds of work on each rank.
+        own_us: Microseconds of work on each rank, in addition to the messages.
     """
 
     shape: Literal["tree", "ring"] = "tree"
@@ -59,7 +60,7 @@ class Exchange:
         for name in ("hop_us", "own_us"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise ConfigError(name, value, "a time in microseconds of at least 0")
+                raise ConfigError(name, value, "a finite, non-negative number of microseconds")
 
     def num_hops(self, ranks: int) -> int:
         """Return the number of messages in the chain."""
@@ -84,7 +85,8 @@ class RankSimulation:
         ranks: Number of ranks that run each step together.
         num_steps: Total number of steps of all ranks.
         modes: Number of these steps in each runtime mode.
-        changed_modes: Number of steps whose mode was changed by another rank.
+        changed_modes: Number of steps that run in a different mode than their rank would choose
+            alone.
         real_tokens: Number of real tokens of all ranks.
         rank_padding: Number of tokens added to make every batch as large as the largest batch of
             its common step.
@@ -138,14 +140,14 @@ def simulate_ranks(
         trace: Steps, which are assigned to the ranks in turn. Steps without tokens are skipped, as
             are the last steps if they do not fill a common step.
         ranks: Number of ranks that run each step together.
-        scenario: Policy, sizes and costs. Limits on graphs, lanes, axes and split batches are not
-            supported.
-        exchange: Cost of an agreement.
+        scenario: Policy, sizes and costs; by default, ``Scenario()``. Limits on graphs, lazy
+            captures, several lanes, axes and split batches are not supported.
+        exchange: Cost of an agreement; by default, ``Exchange()``.
         plugins: Plugins that provide policies by name; loaded by default.
 
     Raises:
         TraceError: There are fewer steps with tokens than ranks.
-        ConfigError: A setting is not supported with ranks.
+        ConfigError: A setting is invalid, or is not supported with ranks.
         UnknownNameError: The policy is not installed, or the cost model is unknown.
         PolicyError: The policy rejects the configuration.
     """
@@ -165,16 +167,20 @@ def simulate_ranks(
         raise ConfigError(
             "policy",
             dispatcher.policy_name,
-            "a policy that does not learn, if ranks are simulated",
-            "Pass the policy that the leader starts with.",
+            "a policy that does not learn",
+            "Use vllm, for example.",
+            message=f"Policy {dispatcher.policy_name!r} learns, but simulating ranks requires a "
+            "policy that does not learn.",
         )
     steps = Steps.of(trace, config)
     num_rounds = len(steps) // ranks
     if not num_rounds:
+        fewer = f", or at most {counted(len(steps), 'rank')}" if len(steps) else ""
         raise TraceError(
             trace.source,
             None,
-            f"has fewer than {ranks} steps with tokens, one for each rank. Use a longer trace.",
+            f"has {counted(len(steps), 'step')} with tokens, but simulating "
+            f"{counted(ranks, 'rank')} requires at least {ranks}. Use a longer trace{fewer}.",
         )
     steps = _first(steps, num_rounds * ranks)
     run = LaneRun(dispatcher, model, scenario, random.Random(0))
@@ -199,6 +205,12 @@ def simulate_ranks(
     which = which.reshape(-1)
     changed = int((own_mode != np.repeat(agreed_mode[which], ranks)).sum())
     dispatcher.close()
+    agreement = "A single rank needs no agreement."
+    if ranks > 1:
+        agreement = (
+            f"An agreement takes {counted(exchange.num_hops(ranks), 'message')} of "
+            f"{exchange.hop_us:g} µs each, and {exchange.own_us:g} µs of work on each rank."
+        )
     real = int(steps.num_tokens.sum())
     return RankSimulation(
         label=scenario.label or dispatcher.policy_name,
@@ -215,13 +227,7 @@ def simulate_ranks(
         padding_s=float((times[which] - slowest).sum()) / 1e6,
         exchange_s=num_rounds * exchange.time_us(ranks) / 1e6,
         cost_model=model.name,
-        notes=(
-            f"Steps of the trace are combined in order, {ranks} at a time.",
-            (
-                f"An agreement takes {counted(exchange.num_hops(ranks), 'message')} of "
-                f"{exchange.hop_us:g} us each."
-            ),
-        ),
+        notes=(f"Steps of the trace are combined in order, {ranks} at a time.", agreement),
     )
 
 
@@ -240,7 +246,7 @@ def _check(scenario: Scenario, config: DispatchConfig) -> None:
                 name,
                 value,
                 "omitted if ranks are simulated",
-                f"Remove {name}, or simulate one rank.",
+                f"Remove {name}, or simulate without ranks.",
             )
 
 
@@ -254,7 +260,7 @@ def _first(steps: Steps, count: int) -> Steps:
 
 
 def _agreed(steps: Steps, care: IntArray, ranks: int, config: DispatchConfig) -> IntArray:
-    """Return the agreed arguments of ``dispatch`` for each common step. Shape (5, steps)."""
+    """Return the arguments of ``dispatch`` that ranks agree on. Shape (5, common steps)."""
 
     def most(values: IntArray) -> IntArray:
         found: IntArray = values.reshape(-1, ranks).max(axis=1)

@@ -45,8 +45,8 @@ class RivalResult:
     Attributes:
         num_graphs: Number of graphs that the list requires.
         waste_pct: Padding as a percentage of the real tokens.
-        matched_by: Smallest k such that all plans of the curve with k or more graphs have at most
-            the padding of the list; None if the largest plan has more.
+        matched_by: Smallest k such that no plan of the curve with k or more graphs has more padding
+            than the list; None if the largest plan has more.
     """
 
     num_graphs: int
@@ -71,23 +71,25 @@ class Plan:
             included.
         families: Sizes for each kind of step; one entry unless planned by kind.
         num_graphs: Number of graphs of all families.
-        max_size: Largest size that was allowed; larger steps run eager.
+        max_size: Largest size that was considered, apart from the token budget. Larger steps run
+            eager, unless the plan has a graph at the token budget.
         waste_pct: Padding on the judged steps up to ``max_size``, as a percentage of the real
             tokens.
-        excess_pct: Excess of the objective on these steps over its value if every step had a graph
-            of its exact size, in percent. Equal to ``waste_pct`` without a cost model.
+        excess_pct: Percentage by which the objective on the judged steps up to ``max_size`` exceeds
+            its value if every step had a graph of its exact size. Equal to ``waste_pct`` without a
+            cost model.
         curve: (graphs, waste_pct) pairs for every number of graphs, planned and judged like this
             plan.
-        rivals: Results of well-known lists on the same steps.
+        rivals: Results of well-known lists on the judged steps, by name.
         fit_on: Steps used for planning, ``all`` or ``first-half``.
         judged_on: Description of the judged steps.
         hedge: Mixture of histograms that was planned for, and the reason for its choice.
-        future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
-            itself is hedged.
+        future: Hedged plan for traffic similar to the trace. None unless the plan was made with
+            ``fit_on="all"`` and ``hedge="auto"``.
         num_steps: Number of judged steps of any size.
         num_steps_over: Number of judged steps above ``max_size``.
-        token_budget: Verdict on a graph at the token budget. None if no step is above ``max_size``,
-            or if sizes are planned by kind.
+        token_budget: Verdict on a graph at the token budget. None if no such graph was considered,
+            if no step is above ``max_size``, or if sizes are planned by kind.
         objective: Minimized quantity, as text.
         warnings: Caveats about the plan.
     """

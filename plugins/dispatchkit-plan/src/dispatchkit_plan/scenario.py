@@ -50,7 +50,7 @@ class Noise:
             value = getattr(self, setting)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not least <= value <= most:
-                allowed = "a share from 0 to 1" if most == 1 else "a number of at least 0"
+                allowed = "a number from 0 to 1" if most == 1 else "a non-negative number"
                 raise ConfigError(setting, value, allowed)
 
     def measured(self, time_us: float, chance: random.Random) -> float:
@@ -70,13 +70,13 @@ class Scenario:
     Attributes:
         policy: Name of an installed policy, or a policy object.
         policy_options: Options of the policy, if it is given by name.
-        sizes: Capture sizes; by default, the list of the policy.
+        sizes: Capture sizes; by default, vLLM's default list for the limits of the trace.
         mode: Runtime modes of decode and mixed batches.
         max_graphs: Maximum number of live graphs per lane. With this or ``max_bytes``, graphs are
-            captured when first needed and evicted to make room; otherwise, all graphs are captured
-            before the first step.
-        max_bytes: Maximum memory of live graphs per lane, according to ``graph_bytes`` of the cost
-            model.
+            captured when steps need them and evicted to make room. Without either limit and with
+            ``capture_after=1``, all graphs are captured before the first step.
+        max_bytes: Maximum memory of live graphs per lane in bytes, according to ``graph_bytes`` of
+            the cost model.
         eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the
             graph with the fewest replays relative to its size.
         capture_after: Number of times that a graph must be requested before it is captured. Steps

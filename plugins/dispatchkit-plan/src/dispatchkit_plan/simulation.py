@@ -3,9 +3,9 @@
 The real dispatcher decides; only the device is simulated. Times come from a cost model. A learning
 policy receives times with noise, as if they were measured; results contain the exact times.
 
-A policy that does not learn is a function of the batch, so each distinct batch is decided only
-once. With a limit on live graphs, the order of steps matters, so live graphs are tracked step by
-step. With a learning policy, every step is decided.
+The decisions of a policy that does not learn depend only on the batch, so each distinct batch is
+decided only once. If graphs are captured on request, the order of steps matters, so live graphs are
+tracked step by step. With a learning policy, every step is decided.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.dispatch import Dispatcher, Policy
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.keys import DispatchConfig, RuntimeMode, check_instance
 from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.plugins import PluginSet, load_plugins
@@ -39,11 +39,11 @@ class Simulation:
     Attributes:
         label: Name of the scenario.
         policy: Name of the policy.
-        num_steps: Number of steps of the trace.
+        num_steps: Number of steps with tokens.
         modes: Number of steps in each runtime mode.
         misses: Number of eager steps for each reason.
         real_tokens: Number of real tokens of the steps that replayed a graph.
-        padding_tokens: Number of padding tokens of these steps.
+        padding_tokens: Number of padding tokens of the steps that replayed a graph.
         num_graphs: Number of keys that the policy declared, on all lanes.
         captures: Number of captures, including repeated captures after an eviction.
         evictions: Number of graphs evicted to make room.
@@ -55,7 +55,7 @@ class Simulation:
         busiest_lane_s: Largest device time of a lane. This is the total time if lanes do not slow
             each other down.
         capture_time_s: Time of all captures; None if the cost model has no ``capture_us``.
-        memory_bytes: Peak memory of live graphs on all lanes; None if the cost model has no
+        memory_bytes: Peak memory of live graphs, summed over lanes; None if the cost model has no
             ``graph_bytes``.
         cost_model: Name of the cost model.
         notes: Caveats about the numbers.
@@ -120,11 +120,11 @@ def simulate(
 
     Args:
         trace: Steps to simulate; steps without tokens are skipped.
-        scenario: Policy, sizes, limits and costs; by default, the default ``Scenario``.
+        scenario: Policy, sizes, limits and costs; by default, ``Scenario()``.
         plugins: Plugins that provide policies by name; loaded by default.
 
     Raises:
-        TraceError: No step has tokens.
+        TraceError: No step has tokens, or an axis of the configuration has no column in the trace.
         UnknownNameError: The policy is not installed, or the cost model is unknown.
         ConfigError: A setting is invalid.
         PolicyError: The policy rejects the configuration.
@@ -145,7 +145,7 @@ def simulate(
             "max_bytes",
             scenario.max_bytes,
             f"omitted with cost model {model.name!r}, which has no graph_bytes",
-            "Calibrate a model that has graph_bytes, or set max_graphs.",
+            "Use a cost model with graph_bytes, or set max_graphs instead.",
         )
     lanes = min(scenario.lanes, len(steps))
     runs = []
@@ -251,15 +251,15 @@ def _notes(
 ) -> Iterable[str]:
     if not steps.has_order and (learns or scenario.is_lazy or scenario.lanes > 1):
         yield (
-            "The file counts steps without their order, so the simulation spreads them evenly. "
-            "Captures, evictions and learning depend on the order."
+            "The trace does not record the order of its steps, so each kind of step is spread "
+            "evenly. Captures, evictions, learning and the steps of each lane depend on the order."
         )
     last = min(model.eager_us.last, model.graph_us.last)
     over = int((steps.num_tokens > last).sum())
     if over:
         yield (
-            f"{over:,} of {len(steps):,} steps have more than {last} tokens, the largest size "
-            f"measured for {model.name}. Their times are extrapolated linearly."
+            f"Times of {counted(over, 'step')} above {counted(last, 'token')}, the largest size "
+            f"measured for {model.name}, are extrapolated linearly."
         )
     if model.clock != "device":
         yield f"Cost model {model.name} has host times, which do not predict device times."
@@ -272,9 +272,10 @@ def _notes(
         )
     free = [axis.name for axis in config.axes if axis.name != model.axis]
     if free:
+        these = "this axis" if len(free) == 1 else "these axes"
         yield (
             f"Cost model {model.name} was not measured along {', '.join(free)}, so the "
-            "times do not include padding along these axes."
+            f"times do not include padding along {these}."
         )
     if not config.sizes:
         yield "There are no capture sizes, so every step runs eager."

@@ -63,8 +63,8 @@ class SwapForecast:
         candidate: Name of the policy after the swap.
         num_steps: Number of compared steps.
         same_steps: Number of steps whose decision would not change.
-        refused_steps: Number of steps above the candidate's limit, which would raise. They are
-            excluded from all other fields.
+        refused_steps: Number of steps for which the runner would raise before or after the swap,
+            because they are above ``max_num_tokens``. They are excluded from all other fields.
         active_us: Time of the steps before the swap, according to the cost model.
         candidate_us: Time of the steps after the swap, according to the cost model.
         differences: Groups of steps that would run differently, largest groups first.
@@ -98,17 +98,19 @@ class SwapForecast:
         return {**attrs.asdict(self), "gain_us": self.gain_us, "ratio": self.ratio}
 
     def __str__(self) -> str:
-        verb = "saves" if self.gain_us >= 0 else "costs"
         same = f"{counted(self.num_steps, 'step')} ({self.same_steps:,} unchanged)"
         times = f"{self.candidate_us / 1e3:.2f} ms instead of {self.active_us / 1e3:.2f} ms"
-        change = f"{verb} {abs(self.gain_us) / 1e3:.2f} ms ({abs(1 - self.ratio):.1%})"
+        change = f"{_change(self.gain_us)} ({abs(1 - self.ratio):.1%})"
+        names = f"{self.candidate} instead of {self.active}"
+        if self.candidate == self.active:
+            names = f"{self.candidate} with the new settings"
         lines = [
-            f"{self.candidate} instead of {self.active}, over {same}",
+            f"{names}, over {same}",
             f"   time {times}: {change} according to {self.cost_model}",
         ]
         lines += [
-            f"   {counted(one.num_steps, 'step')} of {one.min_tokens} to {one.max_tokens} tokens: "
-            f"{one.active} -> {one.candidate} ({one.gain_us / 1e3:+.2f} ms)"
+            f"   {counted(one.num_steps, 'step')} of {_range(one.min_tokens, one.max_tokens)}: "
+            f"{one.active} -> {one.candidate}, {_change(one.gain_us)}"
             for one in self.differences[:_SHOWN_DIFFERENCES]
         ]
         if len(self.differences) > _SHOWN_DIFFERENCES:
@@ -128,14 +130,15 @@ def forecast_swap(
         trace: Recorded steps, from ``recorder.trace()`` of ``runner.start_recording()``.
         cost_model: Cost model measured by ``calibrate(runner)``, name of a built-in model, or path
             of a file.
-        change: Arguments of the swap: policy, policy_options, sizes, mode, limits of tokens and
-            requests, or config.
+        change: Arguments of the swap: ``policy``, ``policy_options``, ``sizes``, ``mode``,
+            ``max_num_tokens`` and ``max_num_seqs``, or ``config``.
 
     Raises:
         ConfigError: The swap changes nothing, or a setting is invalid.
         UnknownNameError: The policy or cost model is unknown.
         PolicyError: The policy rejects the configuration.
-        TraceError: No step has tokens, or no step is within the candidate's limit.
+        TraceError: No step with tokens is within ``max_num_tokens`` both before and after the swap,
+            or the trace has no column for an axis.
     """
     if not hasattr(runner, "swapper"):
         raise ConfigError("runner", runner, "a GraphRunner")
@@ -210,6 +213,7 @@ def _compared(
             max_tokens=max(num_tokens, known.max_tokens if known else num_tokens),
             gain_us=gain_us + (known.gain_us if known else 0.0),
         )
+    limit = min(now.config.max_num_tokens, then.config.max_num_tokens)
     forecast = SwapForecast(
         active=now.dispatcher.policy_name,
         candidate=then.dispatcher.policy_name,
@@ -222,7 +226,7 @@ def _compared(
             sorted(found.values(), key=lambda one: (-one.num_steps, one.min_tokens, one.active))
         ),
         cost_model=model.name,
-        notes=tuple(_notes(then, trace, refused, faults, model)),
+        notes=tuple(_notes(then, trace, refused, limit, faults, model)),
     )
     now.dispatcher.close()
     then.dispatcher.close()
@@ -230,12 +234,12 @@ def _compared(
 
 
 def _notes(
-    then: _Side, trace: StepTrace, refused: int, faults: int, model: CostModel
+    then: _Side, trace: StepTrace, refused: int, limit: int, faults: int, model: CostModel
 ) -> Iterator[str]:
     if refused:
         yield (
-            f"Excluded: {counted(refused, 'step')} above the candidate's limit, on which the "
-            "runner would raise an error."
+            f"Excluded: {counted(refused, 'step')} above {counted(limit, 'token')}, for which the "
+            "runner would raise an error before or after the swap."
         )
     if faults:
         yield (
@@ -245,8 +249,16 @@ def _notes(
     largest = max(trace.column("num_tokens"))
     if not model.covers(largest):
         yield (
-            f"Cost model {model.name} was not measured up to {largest} tokens, so times are "
-            "extrapolated."
+            f"Cost model {model.name} was not measured up to {counted(largest, 'token')}, so "
+            "times beyond its range are extrapolated."
         )
     if then.dispatcher.policy_parts.learns:
         yield "The candidate learns while it serves; the forecast does not include its learning."
+
+
+def _range(least: int, most: int) -> str:
+    return counted(most, "token") if least == most else f"{least:,} to {counted(most, 'token')}"
+
+
+def _change(gain_us: float) -> str:
+    return f"{'saves' if gain_us >= 0 else 'costs'} {abs(gain_us) / 1e3:.2f} ms"

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
+from dispatchkit.errors import counted
+
 from dispatchkit_plan.objective import Objective, TimeObjective
 from dispatchkit_plan.optimal import SizeCurve
 from dispatchkit_plan.workload import Workload
@@ -30,8 +32,8 @@ class TokenBudget:
         size: Size of the graph, in tokens.
         share_pct: Steps of exactly this size, as a percentage of the steps above the largest graph.
         pays: Whether the graph saves time according to the cost model.
-        saved_pct: Time that the graph saves, as a percentage of the time of the trace; None if
-            unknown.
+        saved_pct: Time that the graph saves, as a percentage of the time of the trace; negative if
+            the graph costs time, None if unknown.
         reason: Sentence that explains the verdict.
     """
 
@@ -70,8 +72,8 @@ def weigh_token_budget(
             consider no size.
         objective: Objective of the plan.
         curve: Plans of sizes up to ``max_size``.
-        num_graphs: Total number of graphs, including this graph. None if the budget is not a number
-            of graphs.
+        num_graphs: Total number of graphs, including the graph at the token budget. None if memory
+            or capture time limits the plan instead.
 
     Returns:
         The verdict, or None if no size is considered or no step is above ``max_size``.
@@ -91,20 +93,23 @@ def weigh_token_budget(
         return verdict(
             False,
             None,
-            "Whether a graph of this size pays depends on time, not padding. Run `dispatchkit "
+            "Whether a graph of this size pays off depends on time, not padding. Run `dispatchkit "
             "calibrate`, then plan with `--cost-model costs.json`.",
         )
     model = objective.model
     if not model.covers(size):
         last = min(model.eager_us.last, model.graph_us.last)
-        reason = f"The cost model was measured only up to {last} tokens. Calibrate larger sizes."
+        reason = (
+            f"The cost model was measured only up to {counted(last, 'token')}. Calibrate with "
+            f"sizes up to {size}."
+        )
         return verdict(False, None, reason)
     if num_graphs is None:
         return verdict(
             False,
             None,
-            "A graph of this size would replace another graph. Plan with a number of graphs to "
-            "compare both plans.",
+            "A graph of this size would replace another graph. To compare both plans, set the "
+            "number of graphs instead of a limit on memory or capture time.",
         )
     if num_graphs < 2:
         return verdict(
@@ -129,5 +134,5 @@ def weigh_token_budget(
     if after < before:
         return verdict(True, saved, f"A graph of this size saves {saved:.2f}% of the time.")
     return verdict(
-        False, saved, f"A plan that moves one graph to this size takes {-saved:.2f}% more time."
+        False, saved, f"A plan that moves one graph to this size takes {abs(saved):.2f}% more time."
     )

@@ -72,7 +72,7 @@ class Workload:
         """Return the planning steps, the judged steps, and a description of the judged steps.
 
         Raises:
-            ConfigError: Halves are requested for steps without an order.
+            ConfigError: ``fit_on`` is invalid, or is ``"first-half"`` for steps without an order.
             TraceError: There is only one step.
         """
         if fit_on == "all":
@@ -89,7 +89,7 @@ class Workload:
         middle = len(self.num_tokens) // 2
         if not middle:
             raise TraceError(
-                self.source, None, "has one step, which cannot be split. Use fit_on='all'."
+                self.source, None, "has only one step, which cannot be split. Use fit_on='all'."
             )
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 
@@ -106,6 +106,8 @@ def check_trace(trace: Any) -> StepTrace:
 
 def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
     """Return the workload of a trace or histogram, excluding steps without tokens.
+
+    A ``Workload`` is returned unchanged.
 
     Raises:
         ConfigError: The value has the wrong type; for example, it is a path.
@@ -154,7 +156,5 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
         )
     work = work.chosen((work.num_tokens > 0) & (work.counts > 0))
     if not len(work.num_tokens):
-        raise TraceError(
-            work.source, None, "has no step with tokens to plan on. Use another trace."
-        )
+        raise TraceError(work.source, None, "has no step with tokens. Use another trace.")
     return work

@@ -102,7 +102,7 @@ def test_bad_input_is_told(plugins: Any) -> None:
     dispatcher = Dispatcher(plugins.create_policy("vllm"), config, lazy=True)
     with pytest.raises(TraceError, match="no step with tokens"):
         account_for(StepTrace({"num_tokens": [0]}), dispatcher, MODEL)
-    with pytest.raises(ConfigError, match="at least 9, the largest step of <memory>"):
+    with pytest.raises(ConfigError, match=r"at least 9, .* largest step of <memory>"):
         account_for(StepTrace({"num_tokens": [9]}), dispatcher, MODEL)
 
 

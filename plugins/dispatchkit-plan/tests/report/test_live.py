@@ -102,6 +102,19 @@ def test_arms_of_a_policy_that_explains_itself_are_sampled(runner: Any) -> None:
     live = LiveStatistics()
     live.sample(fake)
     assert live.to_json()["arms"] == [{"sizes": [1, 2], "arms": [], "margin": None}]
+    fake.dispatcher.policy_parts.explain = None  # after a swap to a policy without measurements
+    live.sample(fake)
+    assert live.to_json()["arms"] == []
+
+
+def test_statistics_before_the_first_step_have_no_share_of_replays(runner: Any) -> None:
+    live = LiveStatistics()
+    with pytest.raises(ConfigError, match=r"sample\(runner\) at least once"):
+        report_of_statistics(live.to_json(), source="x")
+    live.sample(runner)
+    report = report_of_statistics(live.to_json(), source="x")
+    assert report.summary == "No step has run yet."
+    assert report.tiles[1].value == "0.0%"
 
 
 @pytest.mark.parametrize(

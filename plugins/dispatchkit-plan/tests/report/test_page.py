@@ -7,13 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatchkit.dispatch import Dispatcher
 from dispatchkit.errors import ConfigError
+from dispatchkit.observe import StepTrace, trace_config
 
+from dispatchkit_plan import load_cost_model
 from dispatchkit_plan.report import (
+    account_for,
     render,
     report_of_account,
     report_of_simulations,
@@ -108,7 +113,37 @@ def test_without_sizes_or_arms_it_is_said_what_is_missing(
     assert "There are no sizes." in made
     del statistics["arms"]
     made = render(report_of_statistics(statistics, source="x"), version="1")
-    assert "The policy does not measure steps" in made
+    assert "The policy has not measured any steps" in made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((512,), "Graphs serve 50.0% of 2 steps, with padding of 156.00% of the real tokens of"),
+        ((1024,), "Graphs serve 100.0% of 2 steps, with padding of 156.00% of the real tokens of"),
+        ((1,), "Every step runs eager"),
+    ],
+)
+def test_the_summary_mentions_eager_steps_only_if_there_are_any(
+    plugins: Any, sizes: tuple[int, ...], expected: str
+) -> None:
+    steps = StepTrace({"num_tokens": [200, 600]})
+    policy = plugins.create_policy("vllm")
+    dispatcher = Dispatcher(policy, trace_config(steps, sizes=sizes), lazy=True)
+    account = account_for(steps, dispatcher, load_cost_model("lm-decode-h100"))
+    summary = report_of_account(account, plan="No plan.").summary
+    assert expected in summary
+    assert ("eager" in summary) == (sizes[0] < 600)
+
+
+def test_one_simulation_is_not_compared(simulations: Any) -> None:
+    rows = [one.to_json() for one in simulations]
+    several = report_of_simulations(rows, source="s")
+    assert "on the same" in several.summary
+    assert several.tiles[1].note.endswith(", the shortest")
+    single = report_of_simulations(rows[:1], source="s")
+    assert "on the same" not in single.summary
+    assert "shortest" not in single.summary + single.tiles[1].note
 
 
 EVIL = "<script>alert(1)</script>\"'&\x00\ud800</svg><b onclick=x>"
@@ -197,6 +232,8 @@ def test_long_tables_say_what_is_left_out_and_long_cells_are_cut() -> None:
     text = render(made, version="1")
     assert "39 more rows are omitted" in text
     assert "x" * 301 not in text
+    one_less = attrs.evolve(made.figures[0], table=attrs.evolve(table, total=2))
+    assert "1 more row is omitted" in render(attrs.evolve(made, figures=(one_less,)), version="1")
 
 
 def test_a_file_is_whole_or_not_there(account: Any, tmp_path: Path) -> None:
@@ -208,8 +245,10 @@ def test_a_file_is_whole_or_not_there(account: Any, tmp_path: Path) -> None:
         write_report(account, tmp_path / "no" / "page.html")
     with pytest.raises(ConfigError, match="source must be"):
         write_report(3, path)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"a list of simulations, got \[3\]"):
+    with pytest.raises(ConfigError, match=r"a non-empty list of simulations, got \[3\]"):
         write_report([3], path)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"a non-empty list of simulations, got \[\]"):
+        write_report([], path)
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 

@@ -76,7 +76,7 @@ class Predictive:
         self._num_wanted = self._num_uploads = 0
 
     def attach(self, runner: GraphRunner, *, max_graphs: int | None = None) -> None:
-        """Start to record the decisions of a runner.
+        """Start recording the decisions of a runner.
 
         Args:
             runner: A runner created with ``lazy=True``. With a high ``capture_after``, graphs are
@@ -85,7 +85,8 @@ class Predictive:
                 only if the runner has no limit.
 
         Raises:
-            ConfigError: A runner is already attached, or the limit is invalid.
+            ConfigError: A runner is already attached, ``runner`` is not a ``GraphRunner``, or the
+                limit is invalid.
         """
         if self._runner is not None:
             hint = "Create one Predictive for each runner."
@@ -121,7 +122,7 @@ class Predictive:
             runner.taps.on_decision(None)
 
     def idle(self, max_captures: int = 1) -> list[GraphKey]:
-        """Capture missed or expected keys in idle time, then upload the next graph.
+        """Capture missed or expected keys in idle time, then upload the graph expected next.
 
         Args:
             max_captures: Maximum number of captures. A single capture may take several hundred
@@ -129,6 +130,9 @@ class Predictive:
 
         Returns:
             The keys that were captured.
+
+        Raises:
+            ConfigError: No runner is attached.
         """
         runner, planner = self._attached()
         done: list[GraphKey] = []
@@ -157,7 +161,7 @@ class Predictive:
         """Return the score of a captured step's key; higher means more likely to be needed.
 
         With ``runner.controls.set_eviction(predictive.score)``, the runner evicts the least likely
-        graph first when a step needs memory. Only the order of scores is meaningful.
+        graph first when a capture needs room. Only the order of scores is meaningful.
         """
         with self._lock:
             return 0.0 if self._planner is None else self._planner.score(step.key)

@@ -16,10 +16,9 @@ _LOOK_BACK, _REST = 100, 100
 
 
 class CapturePlanner:
-    """A capture planner that pauses prefetching while few prefetched graphs are used.
+    """A capture planner that pauses prefetching if few prefetched graphs are used.
 
-    Prefetching means capturing a key before a step has missed its graph. This class needs no
-    device.
+    Prefetching means capturing a graph before a step has missed it. This class needs no device.
 
     Args:
         predictor: Predictor of the next keys.
@@ -49,7 +48,7 @@ class CapturePlanner:
         if not is_number(margin) or not margin >= 1.0:
             raise ConfigError("margin", margin, "a number of at least 1")
         if not is_number(least_used) or not 0.0 <= least_used <= 1.0:
-            raise ConfigError("least_used", least_used, "a share from 0 to 1")
+            raise ConfigError("least_used", least_used, "a number from 0 to 1")
         self.predictor = predictor
         self._max_graphs, self._margin, self._least_used = max_graphs, margin, least_used
         self._wanted: dict[GraphKey, None] = {}  # keys that steps have missed, latest last
@@ -85,7 +84,7 @@ class CapturePlanner:
         """Return the key to capture now and the key to evict for it.
 
         Keys that steps have missed come first, most recent first. The second key is None if no
-        graph must be evicted. Returns None if no capture is worthwhile.
+        graph needs to be evicted. Returns None if no capture is worthwhile.
         """
         while self._wanted:
             key = next(reversed(self._wanted))
@@ -119,7 +118,7 @@ class CapturePlanner:
             self._record_outcome(was_used=False)
 
     def score(self, key: GraphKey) -> float:
-        """Return the score of a key; the key with the lowest score is evicted first."""
+        """Return the score of a key; higher means more likely to be needed."""
         return self.predictor.scores().get(key, 0.0)
 
     def _victim(self, live: Collection[GraphKey], instead: GraphKey) -> GraphKey | None:

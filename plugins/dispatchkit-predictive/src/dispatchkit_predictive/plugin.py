@@ -11,7 +11,7 @@ from dispatchkit_predictive.assistant import Predictive
 
 @hookimpl
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
-    """Return the observer ``predictive``, which also receives evictions."""
+    """Return the observer ``predictive``, which is notified of evictions."""
     return [
         ObserverSpec(
             "predictive",

@@ -63,28 +63,28 @@ class AccountedDecision:
 
     @property
     def step_us(self) -> float:
-        """Time of one step according to the cost model."""
+        """Time of one step according to the cost model, in microseconds."""
         return self.cost.step_us
 
     @property
     def eager_us(self) -> float:
-        """Time of one step if it ran eager."""
+        """Time of one step if it ran eager, in microseconds."""
         return self.cost.eager_us
 
     @property
     def total_us(self) -> float:
-        """Time of all steps with this decision."""
+        """Time of all steps with this decision, in microseconds."""
         return self.steps * self.step_us
 
     @property
     def lost_us(self) -> float:
-        """Time that a graph of the exact size would save on these steps, at least 0."""
+        """Microseconds that a graph of the exact size would save on all these steps; at least 0."""
         return self.steps * self.cost.lost_us
 
 
 @attrs.define
 class AccountBin:
-    """Totals of consecutive steps: steps by mode, real tokens and padding."""
+    """Totals of consecutive steps: steps by mode, and real tokens and padding of replays."""
 
     modes: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(RuntimeMode.__members__, 0))
     real_tokens: int = 0
@@ -103,7 +103,8 @@ class Account:
         decisions: All distinct decisions, sorted by total time in descending order.
         bins: The steps in order, divided into at most ``MAX_BINS`` equal parts.
         cost_model: Name of the cost model.
-        covered_to: Largest number of tokens at which the cost model was measured.
+        covered_to: Largest number of tokens up to which the cost model was measured, both eager and
+            with graphs.
         dispatcher: Dispatcher that decided; ``explain`` uses it.
         has_order: Whether the trace records the order of its steps; a histogram does not.
     """
@@ -150,14 +151,14 @@ class Account:
         return 100.0 * self.padding / self.real_tokens if self.real_tokens else 0.0
 
     def by(self, what: Callable[[AccountedDecision], Any]) -> dict[Any, list[AccountedDecision]]:
-        """Return the decisions grouped by a function, groups with the most steps first."""
+        """Return the decisions, grouped by the result of a function, most frequent group first."""
         groups: dict[Any, list[AccountedDecision]] = {}
         for one in self.decisions:
             groups.setdefault(what(one), []).append(one)
         return dict(sorted(groups.items(), key=lambda item: -sum(one.steps for one in item[1])))
 
     def modes(self) -> dict[str, int]:
-        """Return the number of steps of each runtime mode."""
+        """Return the number of steps in each runtime mode."""
         counts = dict.fromkeys(RuntimeMode.__members__, 0)
         for one in self.decisions:
             counts[one.decision.mode.name] += one.steps
@@ -211,7 +212,8 @@ def account_for(
         raise ConfigError(
             "max_num_tokens",
             config.max_num_tokens,
-            f"at least {most}, the largest step of {trace.source}",
+            f"at least {most}, the number of tokens of the largest step of {trace.source}",
+            "Raise max_num_tokens in the configuration.",
         )
     learns = dispatcher.policy_parts.learns
     num_bins = min(MAX_BINS, len(rows))

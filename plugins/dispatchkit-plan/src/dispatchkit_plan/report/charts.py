@@ -34,7 +34,7 @@ _CHAR = 6.6  # mean width of a character at 12 px
 _LABEL_HEIGHT = 14.0
 # Maximum distance of a label from its point without a leader line.
 _NEAR = 12.0
-# Maximum number of labels for which all orders are tried: 120 orders for 5 labels.
+# Maximum number of labeled points for which all orders are tried: 120 orders for 5 points.
 _MAX_ORDERED = 5
 # Distance below which two points share one block of labels.
 _ONE_PLACE = 4.0
@@ -267,7 +267,7 @@ class StackedBars(Chart):
 
 @attrs.frozen(kw_only=True)
 class Shares(Chart):
-    """Shares of a whole over steps, as adjacent bars of full height.
+    """Shares of the steps over time, as adjacent bars of full height.
 
     Attributes:
         label: Description of the plot for screen readers.
@@ -301,7 +301,7 @@ class Shares(Chart):
                 share = one.values[index] / total if total else 0.0
                 h = frame.inner_height * share
                 y -= h
-                what = f"steps {start:,} to {end:,}: {one.name} {share:.1%}"
+                what = f"steps {start + 1:,} to {end:,}: {one.name} {share:.1%}"
                 # Bars overlap slightly, so that no gap is visible between them.
                 frame.bar(x, y, w + (0.3 if index + 1 < len(self.ends) else 0), h, one.css, what)
             start = end
@@ -605,7 +605,7 @@ class Bars(Chart):
         label: Description of the plot for screen readers.
         bands: Rows, from top to bottom.
         colors: (CSS class, name) pairs of the legend.
-        whole: Value of a bar of full width; 0 for the value of the longest bar.
+        whole: Value of a bar of full width, unless a bar is longer; 0 to use the longest bar.
     """
 
     label: str

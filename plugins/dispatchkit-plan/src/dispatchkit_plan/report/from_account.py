@@ -82,9 +82,10 @@ def waste_figure(
     return Figure(
         "waste",
         title,
-        f"Padding as a percentage of the real tokens, for steps of at most {max_size} tokens. All "
-        "kinds of steps share one list of sizes. The line shows the least padding that is possible "
-        "with each number of sizes. A list above the line has more padding than necessary.",
+        "Padding as a percentage of the real tokens, for steps of at most "
+        f"{counted(max_size, 'token')}. All kinds of steps share one list of sizes. "
+        "The line shows the least padding that is possible with each number of sizes. A list above "
+        "the line has more padding than necessary.",
         Lines(
             label=title,
             lines=lines,
@@ -104,16 +105,21 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
         plan: Result of ``waste_plan`` for the same trace.
     """
     steps, modes = account.num_steps, account.modes()
-    replayed = 1.0 - modes["NONE"] / steps
+    num_eager = modes["NONE"]
+    replayed = 1.0 - num_eager / steps
+    summary = "Every step runs eager, for the reasons below."
+    if num_eager < steps:
+        summary = (
+            f"Graphs serve {replayed:.1%} of {counted(steps, 'step')}, with padding of "
+            f"{account.waste_pct:.2f}% of the real tokens of these steps."
+        )
+        if num_eager:
+            summary += " The rest runs eager, for the reasons below."
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     own = _own_point(account)
     return Report(
         title=f"{PurePath(account.source).name} under {account.policy.partition(' ')[0]}",
-        summary=(
-            f"Of {counted(steps, 'step')}, {replayed:.1%} replay a graph, with padding of "
-            f"{account.waste_pct:.2f}% of their real tokens. The other steps run eager, for the "
-            "reasons below."
-        ),
+        summary=summary,
         facts=(
             ("Trace", account.source),
             ("Policy", account.policy),
@@ -123,8 +129,8 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
         ),
         tiles=(
             Tile("Steps", f"{steps:,}", f"{counted(account.num_graphs, 'graph')} declared"),
-            Tile("Replayed", f"{replayed:.1%}", f"{modes['NONE']:,} eager steps"),
-            Tile("Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} padding tokens"),
+            Tile("Replayed", f"{replayed:.1%}", counted(num_eager, "eager step")),
+            Tile("Padding", f"{account.waste_pct:.2f}%", counted(account.padding, "padding token")),
             Tile("Device time", f"{account.time_s:.3g} s", f"{speed:.2f}x the speed of eager"),
         ),
         figures=(
@@ -174,7 +180,7 @@ def _padding(account: Account) -> Figure | MissingFigure:
         "padding",
         title,
         "Padding tokens of each bucket as a percentage of its real tokens. "
-        f"Bucket {worst[1]} has the largest share, {worst[0]:.0f}%.",
+        f"The maximum is {worst[0]:.0f}%, in bucket {worst[1]}.",
         StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
@@ -200,7 +206,8 @@ def _tokens(account: Account) -> Figure | MissingFigure:
     return Figure(
         "tokens",
         title,
-        f"Rows computed in each bucket. Bucket {most[1]} has the most padding, {most[0]:,} rows.",
+        "Real tokens and padding of the steps of each bucket. "
+        f"Bucket {most[1]} has the most padding, {counted(most[0], 'token')}.",
         StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
@@ -209,8 +216,8 @@ def _tokens(account: Account) -> Figure | MissingFigure:
                 Series("padding", "padding", tuple(map(float, extra))),
             ),
             x_label="bucket (tokens)",
-            y_label="rows computed",
-            unit="rows",
+            y_label="tokens computed",
+            unit="tokens",
         ),
     )
 
@@ -218,7 +225,10 @@ def _tokens(account: Account) -> Figure | MissingFigure:
 def _over_time(account: Account) -> Figure | MissingFigure:
     title = "Runtime modes over time"
     if not account.has_order:
-        why = f"{PurePath(account.source).name} does not record the order of steps."
+        why = (
+            f"{PurePath(account.source).name} does not record the order of steps. Record a trace "
+            "with `dispatchkit record`."
+        )
         return MissingFigure("modes", title, why)
     ends, done, rows = [], 0, []
     for part in account.bins:
@@ -265,8 +275,9 @@ def _times(account: Account) -> Figure | MissingFigure:
     return Figure(
         "times",
         title,
-        f"Time of a step according to cost model {account.cost_model}: replayed with padding, and "
-        f"eager at its exact size. Eager would be faster in {slower} of {len(buckets)} buckets.",
+        f"Mean time of the steps of each bucket according to cost model {account.cost_model}: "
+        "replayed with padding, and eager at their exact sizes. Eager would be faster in "
+        f"{slower} of {counted(len(buckets), 'bucket')}.",
         Pairs(
             label=title,
             categories=tuple(map(str, buckets)),
@@ -303,7 +314,7 @@ def _reasons(account: Account) -> Figure:
     return Figure(
         "reasons",
         "Reasons",
-        "Number of steps by reason. Every eager step has a reason.",
+        "Number of steps by reason.",
         Bars(label="Reasons", bands=tuple(bands), colors=colors, whole=float(account.num_steps)),
         Table(("Runs as", "Reason", "Steps", "Explanation"), tuple(rows), (2,)),
     )
@@ -316,7 +327,7 @@ def _decisions(account: Account) -> tuple[str, str, Table]:
         rows.append(
             (
                 str(one.num_tokens),
-                f"decode, {answer.batch.query_len} per request"
+                f"decode, {counted(answer.batch.query_len, 'token')} per request"
                 if answer.batch.uniform
                 else "mixed",
                 f"{one.steps:,}",
@@ -340,7 +351,7 @@ def _decisions(account: Account) -> tuple[str, str, Table]:
         "Nearest graph for eager steps",
     )
     table = Table(columns, tuple(rows), (0, 2, 5, 6, 7), total=len(account.decisions))
-    return "Decisions", "All distinct decisions, sorted by total time.", table
+    return "Decisions", "Distinct decisions, those with the largest total time first.", table
 
 
 def _notes(account: Account) -> list[str]:
@@ -350,14 +361,14 @@ def _notes(account: Account) -> list[str]:
             "would decide, not what a runner did."
         ),
         (
-            f"Times are from cost model {account.cost_model}, which names the hardware they were "
-            "measured on."
+            f"Times are predictions of cost model {account.cost_model} for the hardware that it "
+            "was measured on."
         ),
     ]
     over = sum(one.steps for one in account.decisions if one.num_tokens > account.covered_to)
     if over:
         notes.append(
-            f"Times of {counted(over, 'step')} above {account.covered_to} tokens, the largest "
-            "measured size, are extrapolated linearly."
+            f"Times of {counted(over, 'step')} above {counted(account.covered_to, 'token')}, the "
+            "largest measured size, are extrapolated linearly."
         )
     return notes

@@ -24,7 +24,7 @@ _NUMBERS = (
     "eager_time_s",
 )
 _OPTIONAL_NUMBERS = ("capture_time_s", "memory_bytes")
-_A_SIMULATION = "the JSON of a simulation, as printed by `dispatchkit simulate --json`"
+_PRINTED = "as printed by `dispatchkit simulate --json` without --ranks"
 _REASON_COLORS = ("eager", "padding", "other", "piecewise", "full")
 
 
@@ -36,7 +36,7 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
         source: Name of the trace, or of the file with the simulations.
 
     Raises:
-        ConfigError: A row is not the JSON of a simulation.
+        ConfigError: There are no rows, or a row is not the JSON of a simulation.
     """
     checked = [_checked(row, source) for row in rows]
     if not checked:
@@ -44,6 +44,7 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
             source,
             [],
             "a list of at least one simulation",
+            "Save the output of `dispatchkit simulate TRACE --json`.",
             message=f"{source} contains no simulations.",
         )
     best = min(checked, key=lambda row: row["time_s"])
@@ -55,21 +56,26 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
         notes.append(note if len(of) == len(checked) else f"{', '.join(of)}: {note}")
     names = ", ".join(row["label"] for row in checked)
     several = len(checked) > 1
+    the_same = "the same " if several else ""
     return Report(
-        title=f"Simulation of {source}",
+        title=f"Simulation results: {source}",
         summary=(
-            f"{names} on the same {counted(first['num_steps'], 'step')}, simulated without "
-            "a device." + (f" {best['label']} has the shortest device time." if several else "")
+            f"{names}, simulated on {the_same}{counted(first['num_steps'], 'step')} without a "
+            "device." + (f" {best['label']} has the shortest device time." if several else "")
         ),
         facts=(
             ("Scenarios", str(len(checked))),
             ("Cost model", ", ".join(dict.fromkeys(str(row["cost_model"]) for row in checked))),
         ),
         tiles=(
-            Tile("Steps", f"{first['num_steps']:,}", "in each scenario"),
-            Tile("Shortest time", f"{best['time_s']:.3g} s", best["label"]),
+            Tile("Steps", f"{first['num_steps']:,}", "in each scenario" if several else ""),
+            Tile(
+                "Device time",
+                f"{best['time_s']:.3g} s",
+                f"{best['label']}, the shortest" if several else best["label"],
+            ),
             Tile("Speed vs. eager", f"{speed:.2f}x", f"eager takes {best['eager_time_s']:.3g} s"),
-            Tile("Padding", f"{best['waste_pct']:.2f}%", f"of the real tokens, {best['label']}"),
+            Tile("Padding", f"{best['waste_pct']:.2f}%", f"of the real tokens ({best['label']})"),
         ),
         figures=(
             _modes(checked),
@@ -91,7 +97,7 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
 def _checked(row: Any, source: str) -> dict[str, Any]:
     """Return a validated row with defaults for missing optional fields."""
     if not isinstance(row, Mapping):
-        raise ConfigError(source, row, _A_SIMULATION)
+        raise ConfigError(source, row, f"the JSON of a simulation, {_PRINTED}")
     made = dict(row)
     for name in _OPTIONAL_NUMBERS:
         if made.setdefault(name, None) is not None:
@@ -106,7 +112,7 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{source}: {name}",
                 counts,
-                "an object of counts, as printed by `dispatchkit simulate --json`",
+                f"an object whose values are non-negative integers, {_PRINTED}",
             )
     made["label"] = str(made.get("label") or made.get("policy") or "?")
     made["cost_model"] = str(made.get("cost_model", "?"))
@@ -119,9 +125,7 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
 
 def _check_number(value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-        raise ConfigError(
-            where, value, "a number of at least 0, as printed by `dispatchkit simulate --json`"
-        )
+        raise ConfigError(where, value, f"a non-negative number below 1e18, {_PRINTED}")
 
 
 def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -129,8 +133,9 @@ def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for row in rows:
         total = row["num_steps"] or 1
         parts = tuple(
-            (css, row["modes"].get(mode, 0) / total, f"{name} {row['modes'].get(mode, 0):,} steps")
+            (css, count / total, f"{name} {counted(count, 'step')}")
             for mode, (name, css) in MODE_NAMES.items()
+            for count in [row["modes"].get(mode, 0)]
         )
         hit = 1.0 - row["modes"].get("NONE", 0) / total
         bands.append(Band(row["label"], parts, f"{hit:.1%} replayed"))
@@ -162,7 +167,7 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return Figure(
         "times",
         "Time of the whole trace",
-        "Device time of the trace according to the cost model, and its device time if all steps "
+        "Device time of the trace according to the cost model, for each scenario and if all steps "
         "ran eager.",
         Bars(label="Time of the whole trace", bands=(*bands, eager)),
     )
@@ -170,15 +175,15 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
     def point(row: Mapping[str, Any]) -> tuple[float, float]:
-        # Graphs are evicted only to make room, so the number at the end is the maximum.
+        # Every captured graph that was not evicted is live at the end.
         held = max(0.0, row["captures"] - row["evictions"])
         return held, max(row["waste_pct"], MIN_WASTE)
 
     return Figure(
         "waste",
         "Waste against number of graphs",
-        "Padding as a percentage of the real tokens, against the maximum number of live graphs of "
-        "each scenario. All modes and kinds of batches are counted together.",
+        "Padding as a percentage of the real tokens, against the number of live graphs at the end "
+        "of each scenario. All modes and kinds of batches are counted together.",
         Lines(
             label="Waste against number of graphs",
             lines=tuple(
@@ -190,7 +195,7 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
                 )
                 for row in rows
             ),
-            x_label="live graphs",
+            x_label="live graphs at the end",
             y_label="padding",
             unit="%",
         ),
@@ -200,7 +205,7 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     names = list(dict.fromkeys(reason for row in rows for reason in row["misses"]))
     if not names:
-        return MissingFigure("reasons", "Reasons for eager", "No step ran eager.")
+        return MissingFigure("reasons", "Reasons for eager steps", "No step ran eager.")
     css = {name: _REASON_COLORS[i % len(_REASON_COLORS)] for i, name in enumerate(names)}
     bands = tuple(
         Band(
@@ -226,10 +231,10 @@ def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     )
     return Figure(
         "reasons",
-        "Reasons for eager",
-        "Number of eager steps by reason, as a share of all steps.",
+        "Reasons for eager steps",
+        "Number of eager steps by reason. The full width stands for all steps.",
         Bars(
-            label="Reasons for eager",
+            label="Reasons for eager steps",
             bands=bands,
             whole=float(max(row["num_steps"] for row in rows)),
             colors=tuple((css[name], str(name)) for name in names),
@@ -269,4 +274,4 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, Table]:
         "Memory (bytes)",
     )
     table = Table(columns, cells, tuple(range(1, len(columns))))
-    return "Scenarios", "All results.", table
+    return "Scenarios", "Totals of each scenario.", table

@@ -61,7 +61,7 @@ class LiveStatistics:
         self.memory: dict[str, dict[str, int]] = {}
 
     def sample(self, runner: Any) -> None:
-        """Append the counters of a ``GraphRunner``, and store its policy's measurements."""
+        """Append the counters of a ``GraphRunner``, and store its policy, arms and memory."""
         self.policy = runner.dispatcher.policy_name
         self.samples.append(attrs.asdict(runner.stats()))
         if len(self.samples) > MAX_SAMPLES:
@@ -69,8 +69,8 @@ class LiveStatistics:
         if (group := runner.spec.memory_group) is not None:
             self.memory = {one.device: one.lines() for one in group.memory.account()}
         explains = runner.dispatcher.policy_parts.explain
-        if explains is not None:
-            self.arms = [attrs.asdict(bucket) for bucket in explains() if attrs.has(type(bucket))]
+        buckets = [] if explains is None else explains()
+        self.arms = [attrs.asdict(bucket) for bucket in buckets if attrs.has(type(bucket))]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file that ``save`` writes."""
@@ -105,22 +105,23 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
 
     Args:
         data: Result of ``LiveStatistics.to_json``.
-        source: Name of the file, for error messages.
+        source: Name of the file, shown in the report and in error messages.
 
     Raises:
         ConfigError: The data are not statistics in the format of this version.
     """
     if data.get("version") != STATISTICS_VERSION:
-        hint = "A different version of dispatchkit saved the file. Save the statistics again."
+        hint = "Save the statistics again, with this version of dispatchkit."
         raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION), hint)
     samples = data.get("samples")
     if not isinstance(samples, list) or not samples:
-        raise ConfigError(f"{source}: samples", samples, "a list of at least one sample", _HINT)
+        hint = "Call LiveStatistics.sample(runner) at least once." if samples == [] else _HINT
+        raise ConfigError(f"{source}: samples", samples, "a list of at least one sample", hint)
     for sample in samples:
         _check_sample(sample, source)
     last = samples[-1]
     steps = last["steps"] or 1
-    replayed = 1.0 - last["steps_by_mode"].get("NONE", 0) / steps
+    replayed = 1.0 - last["steps_by_mode"].get("NONE", 0) / steps if last["steps"] else 0.0
     padding = last["padded_tokens"] - last["real_tokens"]
     real = sum(last["hit_tokens"].values())  # only of steps that replayed a graph
     share = 100.0 * padding / real if real else 0.0
@@ -128,8 +129,10 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
     return Report(
         title=f"Live statistics of {policy}",
         summary=(
-            f"Of {counted(last['steps'], 'step')}, {replayed:.1%} replayed a graph, with padding "
-            f"of {share:.2f}% of their real tokens."
+            f"Graphs served {replayed:.1%} of {counted(last['steps'], 'step')}, with padding of "
+            f"{share:.2f}% of the real tokens of these steps."
+            if last["steps"]
+            else "No step has run yet."
         ),
         facts=(
             ("Source", source),
@@ -140,7 +143,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         tiles=(
             Tile("Steps", f"{last['steps']:,}", f"{last['failed_steps']:,} failed"),
             Tile("Replayed", f"{replayed:.1%}", f"{counted(len(last['hits']), 'graph')} used"),
-            Tile("Padding", f"{share:.2f}%", f"{padding:,} padding tokens"),
+            Tile("Padding", f"{share:.2f}%", counted(padding, "padding token")),
             Tile(
                 "Captures",
                 f"{last['captures']:,}",
@@ -172,7 +175,10 @@ def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
         for lines in devices.values()
     ):
         raise ConfigError(
-            f"{source}: memory", devices, "an object of bytes by device and purpose", _HINT
+            f"{source}: memory",
+            devices,
+            "an object with the bytes by purpose of each device",
+            _HINT,
         )
     return [
         (
@@ -187,7 +193,7 @@ def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
 
 def _check_sample(sample: Any, source: str) -> None:
     if not isinstance(sample, Mapping):
-        raise ConfigError(f"{source}: sample", sample, "an object", _HINT)
+        raise ConfigError(f"{source}: sample", sample, "an object of counters", _HINT)
     counts = (
         "steps",
         "real_tokens",
@@ -202,7 +208,7 @@ def _check_sample(sample: Any, source: str) -> None:
     for name in ("steps_by_mode", "hits", "hit_tokens", "eager_by_reason"):
         table = sample.get(name)
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{source}: {name}", table, "an object", _HINT)
+            raise ConfigError(f"{source}: {name}", table, "an object of counts", _HINT)
         for value in table.values():
             _check_count(value, f"{source}: {name}")
 
@@ -210,7 +216,7 @@ def _check_sample(sample: Any, source: str) -> None:
 def _check_count(value: Any, where: str) -> None:
     number = whole_number(value)
     if number is None or not 0 <= number < 10**18:
-        raise ConfigError(where, value, "an integer of at least 0", _HINT)
+        raise ConfigError(where, value, "a non-negative integer below 1e18", _HINT)
 
 
 def _padding(last: Mapping[str, Any]) -> Figure | MissingFigure:
@@ -272,8 +278,8 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     return Figure(
         "modes",
         "Runtime modes over time",
-        "Share of the steps in each runtime mode from one sample to the next "
-        f"({counted(len(samples), 'sample')}).",
+        "Share of the steps in each runtime mode over time, from "
+        f"{counted(len(samples), 'sample')}.",
         Shares(label="Runtime modes over time", ends=tuple(ends), series=series),
     )
 
@@ -281,9 +287,10 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
 def _times(buckets: Any, source: str) -> Figure | MissingFigure:
     title = "Replay and eager time by bucket"
     rows, names, replay, eager = [], [], [], []
-    for bucket in buckets if isinstance(buckets, list) else ():
+    for index, bucket in enumerate(buckets if isinstance(buckets, list) else ()):
         if not isinstance(bucket, Mapping) or not isinstance(bucket.get("arms"), list):
-            raise ConfigError(f"{source}: arms", bucket, "an object with a list named arms", _HINT)
+            where = f"{source}: arms[{index}]"
+            raise ConfigError(where, bucket, "an object with a list named arms", _HINT)
         sizes = bucket.get("sizes")
         name = "-".join(map(str, sizes)) if isinstance(sizes, list | tuple) else "?"
         best: dict[bool, float] = {}
@@ -302,8 +309,8 @@ def _times(buckets: Any, source: str) -> Figure | MissingFigure:
         return MissingFigure(
             "times",
             title,
-            "The policy does not measure steps. Only a policy that measures steps, such as "
-            "adaptive, provides the medians for this figure.",
+            "The policy has not measured any steps. Only a policy that learns from measured steps, "
+            "such as adaptive, provides the medians for this figure.",
         )
     return Figure(
         "times",

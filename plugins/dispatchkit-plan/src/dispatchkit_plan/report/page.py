@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import attrs
 
+from dispatchkit.errors import counted
+
 from dispatchkit_plan.report.charts import Chart, text
 from dispatchkit_plan.report.style import PAGE
 
@@ -59,9 +61,9 @@ class Figure:
     Attributes:
         name: Identifier, made of letters and hyphens.
         title: Heading.
-        caption: One or two sentences about the plot.
+        caption: Sentences about the plot.
         chart: Chart to draw.
-        table: Numbers of the plot, if shown.
+        table: Numbers of the plot; None to show no table.
     """
 
     name: str
@@ -95,7 +97,7 @@ class Report:
         summary: One or two sentences with the main result.
         facts: (name, value) pairs that describe the source of the numbers.
         tiles: Key figures.
-        figures: Plots.
+        figures: Plots, and placeholders for missing plots.
         tables: (title, caption, table) triples below the plots.
         notes: Caveats about the numbers.
     """
@@ -213,7 +215,8 @@ def _table(table: Table) -> str:
         for row in table.rows
     )
     left_out = (table.total or 0) - len(table.rows)
-    more = f'<p class="note">{left_out:,} more rows are omitted.</p>' if left_out > 0 else ""
+    omitted = f"{counted(left_out, 'more row')} {'is' if left_out == 1 else 'are'} omitted."
+    more = f'<p class="note">{omitted}</p>' if left_out > 0 else ""
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>{more}"

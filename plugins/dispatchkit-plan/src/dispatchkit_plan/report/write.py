@@ -39,10 +39,14 @@ def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) 
         )
     if isinstance(source, LiveStatistics):
         return report_of_statistics(source.to_json(), source="a live runner")
-    if isinstance(source, list | tuple) and all(hasattr(one, "to_json") for one in source):
+    is_list = isinstance(source, list | tuple) and bool(source)
+    if is_list and all(hasattr(one, "to_json") for one in source):
         return report_of_simulations([one.to_json() for one in source], source="a trace")
     raise ConfigError(
-        "source", source, "a Report, an Account, LiveStatistics or a list of simulations"
+        "source",
+        source,
+        "a Report, an Account, LiveStatistics or a non-empty list of simulations",
+        "For a trace, pass the result of account_for or simulate_all.",
     )
 
 

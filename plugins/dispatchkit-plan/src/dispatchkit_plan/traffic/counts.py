@@ -111,7 +111,7 @@ class SizeHistogram:
                 self.source,
                 None,
                 f"counts {self.num_steps:,} steps; at most {MAX_STEPS:,} can be processed "
-                "individually. Divide all counts by the same number.",
+                f"individually. Divide all counts by at least {-(-self.num_steps // MAX_STEPS)}.",
             )
         kinds = [kind for kind, count in self.counts.items() if count]
         places = (
@@ -121,7 +121,7 @@ class SizeHistogram:
         )
         order = [number for _, number in sorted(places)]
         if not order:
-            raise TraceError(self.source, None, "has only counts of 0. Use another file.")
+            raise TraceError(self.source, None, "counts no steps. Use a file with positive counts.")
         columns: dict[str, list[int]] = {"num_tokens": [kind.num_tokens for kind in kinds]}
         if any(kind.uniform is not None for kind in kinds):
             columns["uniform_decode"] = [int(bool(kind.uniform)) for kind in kinds]
@@ -172,7 +172,7 @@ class CudagraphStats:
         The table has no column for uniform decode. With ``FULL_AND_PIECEWISE`` and
         ``FULL_DECODE_ONLY``, FULL graphs serve only uniform decode. PIECEWISE steps are assumed to
         be mixed, because a uniform batch has this mode only above the largest decode graph. The
-        kind of steps without a graph stays unknown.
+        kind of steps without a graph, and of all steps in other modes, stays unknown.
         """
         counts: Counter[StepKind] = Counter()
         apart = self.config_mode in {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}
@@ -200,7 +200,7 @@ def read_cudagraph_stats(
     """Read the statistics that vLLM prints with ``--cudagraph-metrics``.
 
     The file may be a whole server log: lines outside tables are skipped, and lines of a table may
-    have a logger's prefix. vLLM starts counting anew in each table, so the counts of all tables in
+    have a logger's prefix. vLLM resets its counts after each table, so the counts of all tables in
     a log are added.
 
     Args:
@@ -208,7 +208,7 @@ def read_cudagraph_stats(
         max_bytes: Maximum number of bytes of text to read.
 
     Raises:
-        TraceError: The file has no table, or a line of a table is damaged.
+        TraceError: The file has no table with rows, or a line of a table is damaged.
 
     Source: vLLM 0.14 to 0.33, ``vllm/compilation/cuda_graph.py`` (a list of settings, then a table
         with the columns Unpadded Tokens, Padded Tokens, Num Paddings, Runtime Mode and Count).
@@ -219,8 +219,8 @@ def read_cudagraph_stats(
         raise TraceError(
             name,
             None,
-            "has no CUDA graph statistics table. vLLM prints it with --cudagraph-metrics, with "
-            f"the columns {', '.join(_STAT_HEADER)}.",
+            "has no table of CUDA graph statistics. vLLM prints these tables with "
+            f"--cudagraph-metrics; their columns are {', '.join(_STAT_HEADER)}.",
         )
     return found
 
@@ -229,7 +229,7 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
     """Return the statistics in a text, or None if it has no table.
 
     Raises:
-        TraceError: A table is empty or damaged.
+        TraceError: A table is damaged, or all tables are empty.
     """
     rows: list[CudagraphStatRow] = []
     config_mode, in_table, seen_header = "", False, False
@@ -253,13 +253,13 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
                     name,
                     line,
                     f"has a table with columns {', '.join(cells)}, but vLLM's table has the "
-                    f"columns {', '.join(_STAT_HEADER)}.",
+                    f"columns {', '.join(_STAT_HEADER)}. Correct the header of the table.",
                 )
     if not seen_header:
         return None
     if not rows:
         raise TraceError(
-            name, None, "has a CUDA graph statistics table without rows. Let the server run longer."
+            name, None, "has a CUDA graph statistics table without rows. Run the server longer."
         )
     return CudagraphStats(tuple(rows), config_mode, sizes, name)
 
@@ -280,7 +280,8 @@ def _stat_row(name: str, line: int, cells: list[str]) -> CudagraphStatRow:
         raise TraceError(
             name,
             line,
-            f"has {counted(len(cells), 'cell')}, but the table has {len(_STAT_HEADER)} columns.",
+            f"has {counted(len(cells), 'cell')}, but the table has {len(_STAT_HEADER)} columns. "
+            "Correct or remove the line.",
         )
     numbers = {
         column: _whole(name, line, column, cell)
@@ -288,12 +289,19 @@ def _stat_row(name: str, line: int, cells: list[str]) -> CudagraphStatRow:
         if column != "runtime mode"
     }
     unpadded, padded = numbers["unpadded tokens"], numbers["padded tokens"]
-    if padded - unpadded != numbers["num paddings"] or padded < unpadded:
+    if padded < unpadded:
         raise TraceError(
             name,
             line,
-            f"num paddings must be {padded} - {unpadded} (padded tokens - unpadded tokens) and at "
-            f"least 0, got {numbers['num paddings']}.",
+            f"padded tokens must be at least {unpadded}, the number of unpadded tokens, got "
+            f"{padded}.",
+        )
+    if padded - unpadded != numbers["num paddings"]:
+        raise TraceError(
+            name,
+            line,
+            f"num paddings must be {padded - unpadded} ({padded} padded tokens - {unpadded} "
+            f"unpadded tokens), got {numbers['num paddings']}.",
         )
     mode = cells[3].rpartition(".")[2].upper()
     if mode not in _MODES:
@@ -326,10 +334,10 @@ _HISTOGRAM_COLUMNS = (*_SIZE_NAMES, "count", "uniform_decode", "num_active_loras
 def read_histogram(
     path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> SizeHistogram:
-    """Read a histogram: CSV with a size (``size`` or ``num_tokens``) and a ``count``.
+    """Read a histogram, a CSV file of sizes and their counts.
 
-    The columns ``uniform_decode`` (0 or 1) and ``num_active_loras`` are optional. The counts of
-    equal rows are added.
+    The columns ``count`` and either ``size`` or ``num_tokens`` are required; ``uniform_decode`` (0
+    or 1) and ``num_active_loras`` are optional. The counts of equal rows are added.
 
     Args:
         path: Path of the file, plain or gzip.
@@ -355,7 +363,7 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
             raise TraceError(
                 name,
                 line,
-                f"has {counted(len(cells), 'column')}, but the first line has {len(header)}.{cut}",
+                f"has {counted(len(cells), 'column')}, but the header has {len(header)}.{cut}",
             )
         row = {
             column: _whole(name, line, column, cell)
@@ -370,7 +378,9 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
         )
         counts[kind] += row["count"]
     if header is None:
-        raise TraceError(name, None, "is empty. The first line of a histogram is `size,count`.")
+        raise TraceError(
+            name, None, "is empty. The first line of a histogram is a header such as `size,count`."
+        )
     if not counts:
         raise TraceError(name, None, "has a header but no sizes. Add a line for each size.")
     return SizeHistogram(dict(counts), name)

@@ -36,9 +36,9 @@ def read_workload(
     name: str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> StepTrace | SizeHistogram:
-    """Read a step trace, a histogram or a server log, detected from the content.
+    """Read a step trace, a histogram or a server log.
 
-    The file is read once, so it may be a pipe.
+    The format is detected from the content. The file is read once, so it may be a pipe.
 
     Args:
         path: Path, or an open binary file; plain or gzip.
@@ -77,7 +77,8 @@ def read_steps(
 ) -> StepTrace:
     """Read any file that ``read_workload`` accepts, as single steps.
 
-    If the file contains only counts, the steps are spread evenly, and ``has_order`` is False.
+    If the file contains only counts, each kind of step is spread evenly, and ``has_order`` of the
+    trace is False.
 
     Raises:
         TraceError: As for ``read_workload``, or the file counts more than 5 million steps.
