@@ -56,7 +56,7 @@ def _summarized(value: Any, depth: int = 2) -> Any:
     return value
 
 
-def _shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for a message: its repr, shortened if it is long.
 
     Tensors are represented by type and shape, because printing their elements would wait for the
@@ -141,7 +141,7 @@ class ConfigError(DispatchkitError, ValueError):
         self.setting, self.value, self.allowed = setting, value, allowed
         # If a required value is missing, "got None" adds nothing.
         is_missing = value is None and allowed.startswith("given")
-        got = "" if is_missing else f", got {_shown(value)}"
+        got = "" if is_missing else f", got {format_value(value)}"
         text = message or f"{setting} must be {allowed}{got}."
         super().__init__(f"{text} {hint}" if hint else text)
 
@@ -177,12 +177,14 @@ class UnknownNameError(ConfigError, LookupError):
             listing = f"one of {len(self.known)} names"
             if not (guess or hint):
                 hint = "The attribute `known` of this error lists them."
-        message = "" if self.known else f"There is no {kind} {_shown(name)}; none is available."
+        message = (
+            "" if self.known else f"There is no {kind} {format_value(name)}; none is available."
+        )
         if owner and self.known:
             names = f"its {kind}s are: {', '.join(self.known)}"
             if len(self.known) > _MOST_NAMES:
                 names = f"it has {len(self.known)} {kind}s"
-            message = f"{owner} has no {kind} {_shown(name)}; {names}."
+            message = f"{owner} has no {kind} {format_value(name)}; {names}."
         super().__init__(kind, name, listing, f"{guess} {hint}".strip(), message=message)
 
 
@@ -206,7 +208,7 @@ class DescriptorError(DispatchkitError, ValueError):
         self, field: str, value: Any, allowed: str, hint: str = "", *, message: str = ""
     ) -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        text = message or f"{field} must be {allowed}, got {_shown(value)}."
+        text = message or f"{field} must be {allowed}, got {format_value(value)}."
         super().__init__(f"{text} {hint}" if hint else text)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from dispatchkit.errors import ConfigError, DispatchkitError, shortened
+from dispatchkit.errors import ConfigError, DispatchkitError, format_value
 
 __all__ = [
     "check_output",
@@ -74,13 +74,13 @@ def check_output(
         ConfigError: The path is invalid, a folder, a read-only file, an input, or in a missing or
             read-only folder. Also raised for an existing file if ``overwrite`` is False.
     """
-    shown = check_path(path, "output")
+    name = check_path(path, "output")
     try:
         target = real_target(path)
         for source in inputs:
             if source is not None and _is_same(target, source):
                 raise ConfigError(
-                    "output", shown, f"a file other than its input {os.fspath(source)!r}"
+                    "output", name, f"a file other than its input {os.fspath(source)!r}"
                 )
         try:
             mode = target.stat().st_mode
@@ -88,25 +88,25 @@ def check_output(
             mode = None
         if mode is not None:
             if stat.S_ISDIR(mode):
-                raise ConfigError("output", shown, "a file, not a folder")
+                raise ConfigError("output", name, "a file, not a folder")
             if not os.access(target, os.W_OK):
-                raise ConfigError("output", shown, "a file with write permission")
+                raise ConfigError("output", name, "a file with write permission")
             if not stat.S_ISREG(mode):
                 return  # devices and pipes are opened, not replaced
             if not overwrite:
                 raise ConfigError(
                     "output",
-                    shown,
+                    name,
                     "a file that does not exist yet",
                     hint,
-                    message=f"Output {shown!r} already exists.",
+                    message=f"Output {name!r} already exists.",
                 )
         if not target.parent.is_dir():
             raise ConfigError(
-                "output", shown, "in an existing folder", f"Create the folder {target.parent}."
+                "output", name, "in an existing folder", f"Create the folder {target.parent}."
             )
         if not os.access(target.parent, os.W_OK | os.X_OK):
-            raise ConfigError("output", shown, "in a folder with write permission")
+            raise ConfigError("output", name, "in a folder with write permission")
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -131,8 +131,8 @@ def _is_same(target: Path, source: StrPath) -> bool:
 
 def _unwritable(path: StrPath, error: OSError | ValueError) -> ConfigError:
     why = getattr(error, "strerror", None) or str(error)
-    shown = shortened(repr(os.fsdecode(path)))
-    message = f"Output {shown} cannot be written: {why}. Fix the cause, or choose a different path."
+    name = format_value(os.fsdecode(path))
+    message = f"Output {name} cannot be written: {why}. Fix the cause, or choose a different path."
     return ConfigError("output", os.fspath(path), "a file that can be written", message=message)
 
 

@@ -40,7 +40,7 @@ from dispatchkit.errors import (
     DispatchkitError,
     MissingDistributionError,
     UnknownNameError,
-    shortened,
+    format_value,
 )
 from dispatchkit.keys import CaptureSizeWarning
 
@@ -90,7 +90,7 @@ class Commands(TyperGroup):
             known = install_hint if plugins is None else plugins.hint
             hint = known("command", name)
             if distribution_of("command", name) is not None:
-                raise MissingDistributionError(f"The command {name!r} is not installed. {hint}")
+                raise MissingDistributionError(f"The command {name!r} is not available. {hint}")
             raise UnknownNameError("command", name, self.list_commands(ctx), hint)
         return super().resolve_command(ctx, args)
 
@@ -336,7 +336,7 @@ def _with_value(error: Any, text: str) -> str:
         kind, given = plain["type"], plain["value"]
     else:
         return text
-    shown = shortened(repr(given))
+    shown = format_value(given)
     if kind in _ALLOWED and name:
         return f"{name} must be {_ALLOWED[kind]}, got {shown}"
     text = text.replace("Value error, ", "")

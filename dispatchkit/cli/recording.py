@@ -30,7 +30,7 @@ from dispatchkit.cli.output import (
     print_stderr,
 )
 from dispatchkit.dispatch import Decision, Dispatcher
-from dispatchkit.errors import ConfigError, counted, shortened
+from dispatchkit.errors import ConfigError, counted, format_value
 from dispatchkit.files import check_output
 from dispatchkit.observe import TraceStep, TraceWriter
 from dispatchkit.observe.trace import MAX_COUNT
@@ -183,7 +183,7 @@ def _check_script(target: str) -> None:
             raise
         why = getattr(error, "strerror", None) or str(error)
         message = (
-            f"Script {shortened(repr(target))} cannot be read: {why}. Check the path and its "
+            f"Script {format_value(target)} cannot be read: {why}. Check the path and its "
             "permissions."
         )
         raise ConfigError("script", target, "a file that can be read", message=message) from error

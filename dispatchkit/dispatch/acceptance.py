@@ -11,7 +11,7 @@ from dispatchkit.dispatch.axes import declares_axes, without_axes
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, policy_name
-from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
+from dispatchkit.errors import ConfigError, DescriptorError, PolicyError, format_value
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.config import DispatchConfig
@@ -87,7 +87,11 @@ def trial_keys(
     for method in ("declare", "decide"):
         found = getattr(policy, method, None)
         if not callable(found):
-            wrong = "the method is missing" if found is None else f"is {found!r:.60}, not a method"
+            wrong = (
+                "the method is missing"
+                if found is None
+                else f"is {format_value(found)}, not a method"
+            )
             problem = f"{wrong}; a policy needs declare(config) and decide(batch, graphs)."
             raise PolicyError(name, method, problem, origin=origin, value=found)
     try:

@@ -14,17 +14,6 @@ from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 #: Code of the allowed modes, query class, variant (adapters and axes), number of tokens.
 Cell = tuple[int, int, int, int]
 
-_MORE_TOKENS = (
-    "Raise max_num_tokens for larger batches; batches above the largest capture size run eager."
-)
-_MORE_LORAS = "Raise max_loras for more adapters."
-_MORE_REQS = "Raise max_num_seqs for more requests."
-_FEWER_REQS = "Each request has at least one token; pass 0 if the number is unknown."
-_MORE_LENGTHS = "Pass 0 for a mixed batch, or add a length to query_lens."
-#: Hints that apply only to numbers above a limit.
-_RAISE_LIMIT = (_MORE_TOKENS, _MORE_LORAS, _MORE_REQS)
-_CODES = "Pass a RuntimeMode, or allowed_modes_code(modes)."
-
 
 def cell_of_call(
     config: DispatchConfig, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
@@ -35,34 +24,48 @@ def cell_of_call(
         DescriptorError: An argument is not a whole number, is out of range, or contradicts another
             argument.
     """
-    classes = config.num_query_classes - 1
-    most_tokens = num_tokens if _is_whole(num_tokens) else 0
-    most = min(config.max_num_seqs, most_tokens)
-    reqs = ("the number of tokens", _FEWER_REQS)
-    if config.max_num_seqs < most_tokens:
-        reqs = ("max_num_seqs", _MORE_REQS)
-    kinds = "the number of query lengths" + ", plus 1 for varlen_decode" * config.varlen_decode
-    variants = ("max_loras", _MORE_LORAS)
-    if config.axes:
-        variants = (
-            "the variants of the configured axes",
-            "Pass the result of DispatchConfig.variant().",
-        )
-    for field, value, limit, limit_name, hint in (
-        ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _MORE_TOKENS),
-        ("loras", loras, config.variants.count - 1, *variants),
-        ("uniform", uniform, classes, kinds, _MORE_LENGTHS),
-        ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
-        ("num_reqs", num_reqs, most, *reqs),
+    most_reqs = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
+    for field, value, limit in (
+        ("num_tokens", num_tokens, config.max_num_tokens),
+        ("loras", loras, config.variants.count - 1),
+        ("uniform", uniform, config.num_query_classes - 1),
+        ("ceiling", ceiling, len(ALLOWED_MODES) - 1),
+        ("num_reqs", num_reqs, most_reqs),
     ):
         is_whole = type(value) is int or _is_whole(value)
         if not is_whole or not 0 <= value <= limit:
+            is_above = is_whole and value > limit
+            name, hint = _limit_of(field, config, num_tokens, is_above=is_above)
             numbers = f"a whole number from 0 to {limit}" if limit else "0"
-            allowed = f"{numbers} ({limit_name})"
-            if hint in _RAISE_LIMIT and not (is_whole and value > limit):
-                hint = ""
-            raise DescriptorError(field, value, allowed, hint)
+            raise DescriptorError(field, value, f"{numbers} ({name})", hint)
     return int(ceiling), int(uniform), int(loras), int(num_tokens)
+
+
+def _limit_of(
+    field: str, config: DispatchConfig, num_tokens: Any, *, is_above: bool
+) -> tuple[str, str]:
+    """Return the name of a field's limit and the next step; raising it helps only above it."""
+    if field == "num_tokens":
+        hint = (
+            "Raise max_num_tokens for larger batches; batches above the largest capture size run "
+            "eager."
+        )
+        return "max_num_tokens", hint if is_above else ""
+    if field == "loras" and config.axes:
+        return "the variants of the configured axes", "Pass the result of DispatchConfig.variant()."
+    if field == "loras":
+        return "max_loras", "Raise max_loras for more adapters." if is_above else ""
+    if field == "uniform":
+        more = ", plus 1 for varlen_decode" * config.varlen_decode
+        hint = "Pass 0 for a mixed batch, or add a length to query_lens."
+        return f"the number of query lengths{more}", hint
+    if field == "ceiling":
+        hint = "Pass a RuntimeMode, or allowed_modes_code(modes)."
+        return "the codes of allowed modes", hint
+    if _is_whole(num_tokens) and config.max_num_seqs < num_tokens:
+        return "max_num_seqs", "Raise max_num_seqs for more requests." if is_above else ""
+    hint = "Each request has at least one token; pass 0 if the number is unknown."
+    return "the number of tokens", hint
 
 
 def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import attrs
 
 from dispatchkit.dispatch.policy import policy_name
-from dispatchkit.errors import ConfigError, PolicyError, counted
+from dispatchkit.errors import ConfigError, PolicyError, counted, format_value
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.checks import (
     check_count,
@@ -142,7 +142,7 @@ def needs_key(policy: object) -> bool:
 def lane_fault(answer: Any, num_lanes: int) -> str:
     """Describe why a chosen lane is invalid; empty if it is valid."""
     if whole_number(answer) is None:
-        return f"returned {answer!r:.60}, not the index of a lane ({_indices(num_lanes)})."
+        return f"returned {format_value(answer)}, not the index of a lane ({_indices(num_lanes)})."
     if not 0 <= answer < num_lanes:
         only = "the only index is" if num_lanes == 1 else "indices are"
         return f"returned lane {answer}, but {only} {_indices(num_lanes)}."
@@ -249,6 +249,8 @@ def lane_priorities(
     found = tuple(number for one in answer if (number := whole_number(one)) is not None)
     if len(answer) != num_lanes or len(found) != num_lanes or min(found, default=0) < 0:
         lanes = counted(num_lanes, "lane")
-        problem = f"returned {answer!r:.60}; return one non-negative integer per lane ({lanes})."
+        problem = (
+            f"returned {format_value(answer)}; return one non-negative integer per lane ({lanes})."
+        )
         raise PolicyError(name, "stream_priorities", problem, origin=origin, value=answer)
     return found

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from dispatchkit.errors import PolicyError, counted, shortened
+from dispatchkit.errors import PolicyError, counted, format_value
 
 
 @attrs.frozen
@@ -76,7 +76,7 @@ def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: Pack
     found = [item for one in bins for item in one]
     if any(type(item) is not int for item in found) or sorted(found) != list(range(len(lengths))):
         indices = f"each index from 0 to {len(lengths) - 1}" if len(lengths) > 1 else "index 0"
-        return f"returned {shortened(repr(bins))}; the bins must contain {indices} exactly once."
+        return f"returned {format_value(bins)}; the bins must contain {indices} exactly once."
     for one in bins:
         num_tokens = sum(lengths[item] for item in one)
         if not one:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import attrs
 
 from dispatchkit.dispatch.decision import CalibrationRun, CellUpdate, Decision, Outcome, Reason
-from dispatchkit.errors import PolicyError
+from dispatchkit.errors import PolicyError, format_value
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.config import DispatchConfig
@@ -243,12 +243,13 @@ class PolicyParts:
         for method in ("observe", "calibration_runs", "explain"):
             found = methods[method] = getattr(policy, method, None)
             if found is not None and not callable(found):
-                problem = f"is {found!r:.60}; it must be a method, or be omitted."
+                problem = f"is {format_value(found)}; it must be a method, or be omitted."
                 raise PolicyError(name, method, problem, origin=origin, value=found)
         traits = getattr(policy, "traits", ())
         if isinstance(traits, str) or not isinstance(traits, Collection):
             problem = (
-                f"is {traits!r:.60}; it must be a set of names, such as frozenset({{'monotone'}})."
+                f"is {format_value(traits)}; it must be a set of names, such as "
+                f"frozenset({{'monotone'}})."
             )
             raise PolicyError(name, "traits", problem, origin=origin, value=traits)
         parts = cls(policy, name, frozenset(traits), **methods)
@@ -273,7 +274,7 @@ def pace_fault(pace: object) -> str:
     number = whole_number(pace)
     if number is not None and number >= 1:
         return ""
-    return f"is {pace!r:.60}; it must be a whole number of at least 1."
+    return f"is {format_value(pace)}; it must be a whole number of at least 1."
 
 
 def policy_name(policy: object) -> str:

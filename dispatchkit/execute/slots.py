@@ -29,7 +29,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.capture_guard import free_in_children
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
-from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, InputError, counted
+from dispatchkit.errors import (
+    CaptureError,
+    ConfigError,
+    DescriptorError,
+    InputError,
+    counted,
+    format_value,
+)
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.step.state import StepState, storage_of
@@ -330,7 +337,7 @@ class SlotState:
                     session,
                     "a session without a slot",
                     hint,
-                    message=f"Session {session!r:.60} already has a slot.",
+                    message=f"Session {format_value(session)} already has a slot.",
                 )
             while not self._free and self._lent:
                 self._changed.wait()
@@ -340,7 +347,7 @@ class SlotState:
                     session,
                     f"one of at most {counted(self.num_slots, 'session')} (num_slots)",
                     "Call leave() for another session, or increase num_slots.",
-                    message=f"No slot is free for session {session!r:.60}; "
+                    message=f"No slot is free for session {format_value(session)}; "
                     f"num_slots is {self.num_slots}.",
                 )
             slot = self._free.pop()
@@ -400,8 +407,8 @@ class SlotState:
                     slot,
                     f"{source}, its current slot",
                     hint,
-                    message=f"Session {session!r:.60} cannot be moved to slot {slot!r:.60}, "
-                    "because sessions are compact.",
+                    message=f"Session {format_value(session)} cannot be moved to slot "
+                    f"{format_value(slot)}, because sessions are compact.",
                 )
             while slot in list(self._lent):  # an invalid slot may be unhashable
                 self._changed.wait()
@@ -448,7 +455,7 @@ class SlotState:
                 session,
                 "a session with a slot",
                 hint,
-                message=f"Session {session!r:.60} has no slot.",
+                message=f"Session {format_value(session)} has no slot.",
             ) from None
 
     @property

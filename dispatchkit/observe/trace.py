@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
 from dispatchkit.errors import ConfigError, TraceError, counted, did_you_mean
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
     MAX_COUNT,
@@ -114,7 +115,9 @@ class StepTrace(Sequence[TraceStep]):
     @classmethod
     def from_steps(cls, steps: Iterable[TraceStep], *, source: str = "<memory>") -> StepTrace:
         """Return a trace of the given steps, without columns that have no values."""
-        rows = list(steps)
+        rows = [
+            check_instance(step, TraceStep, f"steps[{index}]") for index, step in enumerate(steps)
+        ]
         columns = {
             name: [getattr(row, name) for row in rows]
             for name in TRACE_COLUMNS

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.errors import TraceError, counted
+from dispatchkit.errors import TraceError, counted, format_value
 from dispatchkit.keys.checks import is_flag, whole_number
 
 __all__ = [
@@ -261,7 +261,7 @@ class ColumnBuilder:
             ) from error
         if not isinstance(record, dict):
             raise TraceError(
-                self.name, line, f"each line must be a JSON object, got {record!r:.40}."
+                self.name, line, f"each line must be a JSON object, got {format_value(record)}."
             )
         if set(record) != set(self.header):
             differ = ", ".join(map(repr, sorted(set(record) ^ set(self.header))))

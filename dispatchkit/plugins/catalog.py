@@ -20,6 +20,7 @@ from dispatchkit.errors import (
     PolicyError,
     UnknownNameError,
     counted,
+    format_value,
     nearest_names,
 )
 from dispatchkit.hookspecs import RECORDS, Spec
@@ -117,7 +118,7 @@ class Catalog:
         if made is None or inspect.isclass(made) or not has_all:
             methods = f" with the methods {', '.join(needs)}" if needs else ""
             problem = (
-                f"returned {made!r:.60} ({type(made).__name__}); "
+                f"returned {format_value(made)} ({type(made).__name__}); "
                 f"it must return an instance{methods}."
             )
             raise _factory_error(kind, registered, problem, made)

@@ -17,7 +17,7 @@ import pluggy
 from pluggy._callers import _multicall
 
 from dispatchkit import hookspecs
-from dispatchkit.errors import did_you_mean
+from dispatchkit.errors import did_you_mean, format_value
 from dispatchkit.hookspecs import RECORDS, Spec
 from dispatchkit.plugins.discovery import PluginFault
 
@@ -172,15 +172,15 @@ def _checked(result: Any, record: type[Any]) -> Sequence[Spec]:
         if inspect.iscoroutine(result):
             result.close()  # otherwise Python warns that it was never awaited
         raise PluginFault(
-            f"{record.hook} returned {result!r:.60} ({type(result).__name__}); return a list of "
-            f"{record.__name__}, which may be empty."
+            f"{record.hook} returned {format_value(result)} ({type(result).__name__}); return a "
+            f"list of {record.__name__}, which may be empty."
         )
     names = set()
     for one in result:
         if not isinstance(one, record):
             raise PluginFault(
-                f"{record.hook} returned {one!r:.60} ({type(one).__name__}) in its list; return "
-                f"{record.__name__} records (from dispatchkit.hookspecs)."
+                f"{record.hook} returned {format_value(one)} ({type(one).__name__}) in its list; "
+                f"return {record.__name__} records (from dispatchkit.hookspecs)."
             )
         if one.name in names:
             raise PluginFault(

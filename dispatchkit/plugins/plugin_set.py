@@ -19,6 +19,7 @@ from dispatchkit.errors import (
     PluginLoadError,
     UnknownNameError,
     counted,
+    format_value,
 )
 from dispatchkit.hookspecs import (
     BackendSpec,
@@ -261,8 +262,8 @@ class PluginSet:
             if not isinstance(name, str):
                 raise PluginError(
                     origin,
-                    f"{hook} returned {name!r:.60} ({type(name).__name__}); it must return the "
-                    "name of a policy, or None.",
+                    f"{hook} returned {format_value(name)} ({type(name).__name__}); it must "
+                    "return the name of a policy, or None.",
                 )
             try:
                 return self.get_policy(name).name

@@ -142,7 +142,7 @@ def test_a_command_of_a_plugin_that_is_not_loaded_names_the_plugin(
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
     done = run("simulate", "trace.csv")
     assert (done.code, done.out) == (2, "")
-    assert "The command 'simulate' is not installed. Plugin 'plan'" in done.err
+    assert "The command 'simulate' is not available. Plugin 'plan'" in done.err
     assert done.err.count("Plugin '") == 1, "others that are not loaded do not bring it"
     assert "pip install" not in done.err
 

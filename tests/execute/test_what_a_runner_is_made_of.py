@@ -313,7 +313,7 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
         (lambda: register(has_effect="x"), "has_effect must be True or False"),
         (
             lambda: runner.controls.set_eviction("lru"),
-            r"score must be a function .* swap\(eviction",
+            r"score must be a function .*swap\(eviction",
         ),
         (
             lambda: runner.taps.on_decision(3),

@@ -379,6 +379,11 @@ def test_steps_with_other_axes_than_the_first_are_refused(tmp_path):
         StepTrace.from_steps([first, attrs.evolve(first, axes=more)])
 
 
+def test_steps_of_another_type_are_refused():
+    with pytest.raises(ConfigError, match=r"steps\[1\] must be a TraceStep, got 3"):
+        StepTrace.from_steps([TraceStep(3, 3, 1, True), 3])
+
+
 def test_axes_of_later_steps_alone_are_refused_and_leave_no_file(tmp_path):
     path = tmp_path / "t.csv"
     with pytest.raises(TraceError, match="Axes of the first step: none; of step 1: length"):

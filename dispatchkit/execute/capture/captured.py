@@ -10,7 +10,7 @@ import torch
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.dispatch import Reason
-from dispatchkit.errors import CaptureError, ReplayError, counted
+from dispatchkit.errors import CaptureError, ReplayError, counted, format_value
 from dispatchkit.execute.capture.eager_call import DifferentResultError, EagerCall
 from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.input_path import InputPath
@@ -111,9 +111,9 @@ class Link:
         for index, constant in self.constants:
             if not is_same_value(leaves[index], constant):
                 raise ReplayError(
-                    f"Value {index} of eager piece {self.piece!r} was {constant!r:.40} in the "
-                    f"capture and is {leaves[index]!r:.40} now, but the graph contains it as a "
-                    "constant. Return a tensor instead."
+                    f"Value {index} of eager piece {self.piece!r} was {format_value(constant)} in "
+                    f"the capture and is {format_value(leaves[index])} now, but the graph "
+                    "contains it as a constant. Return a tensor instead."
                 )
         for index, static in self.copies:
             leaf = leaves[index]
@@ -318,10 +318,11 @@ class CapturedKey:
         for index, leaf in enumerate(self.leaves):
             if index in values and not is_same_value(values[index], leaf):
                 raise CaptureError(
-                    f"Output {index} is {values[index]!r:.60} ({type(leaf).__name__}) in one run "
-                    f"of the step and {leaf!r:.60} in the next, on the same rows. A replay does "
-                    "not run Python and would always return the value of the capture. Return a "
-                    "tensor, a value that compares equal, or an object with tensor attributes.",
+                    f"Output {index} is {format_value(values[index])} ({type(leaf).__name__}) in "
+                    f"one run of the step and {format_value(leaf)} in the next, on the same rows. "
+                    "A replay does not run Python and would always return the value of the "
+                    "capture. Return a tensor, a value that compares equal, or an object with "
+                    "tensor attributes.",
                     key=str(self.key),
                     reason="output_layout",
                 )

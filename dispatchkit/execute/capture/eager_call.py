@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from dispatchkit.errors import counted
+from dispatchkit.errors import counted, format_value
 from dispatchkit.execute.io.structure import Structure, flatten, is_same_value
 
 #: Maximum number of batch sizes whose views are cached.
@@ -53,10 +53,10 @@ class Result:
             return (
                 ""
                 if is_same_value(was, now)
-                else f"was {was!r:.40} in the capture and is {now!r:.40} now"
+                else f"was {format_value(was)} in the capture and is {format_value(now)} now"
             )
         if not isinstance(now, torch.Tensor):
-            return f"was a tensor in the capture and is {now!r:.40} now"
+            return f"was a tensor in the capture and is {format_value(now)} now"
         if now.shape != was.shape:
             return (
                 f"had shape {tuple(was.shape)} in the capture and has shape {tuple(now.shape)} now"

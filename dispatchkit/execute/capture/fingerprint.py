@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from dispatchkit.errors import format_value
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.step.pieces import Piece
 
@@ -87,7 +88,7 @@ def _change(then: Any, now: Any) -> str:
     if isinstance(then, _Place) and isinstance(now, _Place):
         return "moved"
     was, current = (
-        "a tensor" if isinstance(one, _Place) else f"{one!r:.40}" for one in (then, now)
+        "a tensor" if isinstance(one, _Place) else format_value(one) for one in (then, now)
     )
     return f"changed from {was} to {current}"
 

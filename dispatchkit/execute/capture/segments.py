@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from dispatchkit.backends.optional import SegmentedCapture, SegmentGraph, features_of
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode, inference_mode
-from dispatchkit.errors import CaptureError
+from dispatchkit.errors import CaptureError, format_value
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.captured import GraphPart
 from dispatchkit.execute.capture.eager_call import EagerCall, Result
@@ -201,7 +201,7 @@ class SegmentRecorder:
             leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)
         ):
             raise CaptureError(
-                f"{func} at {line} returns {value!r:.40}, which would be built into later "
+                f"{func} at {line} returns {format_value(value)}, which would be built into later "
                 "segments. Put the call and the code that reads the value into one function "
                 "decorated with @eager_region.",
                 reason="host_sync",

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from dispatchkit.dispatch import Lanes, Reason
-from dispatchkit.errors import ConfigError, InputError, counted
+from dispatchkit.errors import ConfigError, InputError, counted, format_value
 from dispatchkit.execute.graphed.batch import guess_batch_dims
 from dispatchkit.execute.graphed.call_cache import MAX_CACHED_CALLS, CallCache
 from dispatchkit.execute.graphed.forms import Form
@@ -631,7 +631,7 @@ class GraphedCalls:
             for name, text in form.shapes():
                 shapes.setdefault(name, set()).add(text)
             for at, value in enumerate(form.constants):
-                values.setdefault(at, set()).add(f"{value!r:.30}")
+                values.setdefault(at, set()).add(format_value(value))
         varied = [
             f"tensor {name} was {_some(found)}" for name, found in shapes.items() if len(found) > 1
         ]

@@ -24,6 +24,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from dispatchkit.errors import format_value
 from dispatchkit.execute.capture.effects import bits_equal
 from dispatchkit.execute.io.structure import flatten, is_same_value
 
@@ -197,15 +198,18 @@ def _difference(
             for each in (first, second):
                 if not is_same_value(one, each):
                     return (
-                        f"output {index} is {one!r:.40} without padding, but {each!r:.40} with "
-                        "padding"
+                        f"output {index} is {format_value(one)} without padding, but "
+                        f"{format_value(each)} with padding"
                     )
             continue
         cuts = [_cut(each, one, half, whole) for each in (first, second)]
         if cuts[0] is None or cuts[1] is None:
             each = first if cuts[0] is None else second
             if not isinstance(each, torch.Tensor):
-                return f"output {index} is a tensor without padding, but {each!r:.40} with padding"
+                return (
+                    f"output {index} is a tensor without padding, but {format_value(each)} with "
+                    "padding"
+                )
             return (
                 f"output {index} has shape {tuple(one.shape)} without padding, but "
                 f"{tuple(each.shape)} with padding"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dispatchkit.errors import InputError, counted
+from dispatchkit.errors import InputError, counted, format_value
 from dispatchkit.execute.io.host_arrays import array_dtype, carrier_of, numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 
@@ -150,7 +150,9 @@ def _no_tensor(value: Any) -> str:
     hint = ". To pass arrays or lists, declare the input with host=True"
     if hasattr(value, "__array_interface__"):
         return f"an array of {value.dtype}{hint}"
-    return f"{value!r:.60} ({type(value).__name__})" + (hint if isinstance(value, list) else "")
+    return f"{format_value(value)} ({type(value).__name__})" + (
+        hint if isinstance(value, list) else ""
+    )
 
 
 def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
@@ -160,7 +162,7 @@ def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
             return
         got = f"an array of {value.dtype}. Convert it before the call"
     elif not isinstance(value, torch.Tensor):
-        got = f"{value!r:.60} ({type(value).__name__})"
+        got = f"{format_value(value)} ({type(value).__name__})"
     elif value.requires_grad and torch.is_grad_enabled():
         got = "a tensor that requires a gradient, which graphs do not support. Detach it"
     elif value.device.type != "cpu":

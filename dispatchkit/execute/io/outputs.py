@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
-from dispatchkit.errors import CaptureError, ConfigError, counted
+from dispatchkit.errors import CaptureError, ConfigError, counted, format_value
 from dispatchkit.execute.io.static_input import Allocate, allocate_default
 from dispatchkit.execute.io.structure import (
     Structure,
@@ -162,7 +162,7 @@ def describe_value(value: Any) -> str:
     """Describe a tensor by its dtype and shape, and any other value by its repr."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{value!r:.40}"
+    return format_value(value)
 
 
 def _undeclared(index: int, problem: str) -> CaptureError:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from dispatchkit.errors import ConfigError, InputError, UnknownNameError
+from dispatchkit.errors import ConfigError, InputError, UnknownNameError, format_value
 from dispatchkit.keys.checks import check_flag, refuses_unknown_names, whole_number
 from dispatchkit.keys.records import setting
 
@@ -187,8 +187,8 @@ def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, Static
         if not isinstance(tensor, torch.Tensor):
             raise InputError(
                 name,
-                f"The example for input {name!r} must be a tensor, got {tensor!r:.60}. Pass a "
-                "tensor, or declare `inputs` instead of `example`.",
+                f"The example for input {name!r} must be a tensor, got {format_value(tensor)}. "
+                "Pass a tensor, or declare `inputs` instead of `example`.",
             )
         if rows is None:
             if tensor.dim() == 0:

@@ -10,7 +10,7 @@ import attrs
 
 from dispatchkit.dispatch import Policy, policy_name
 from dispatchkit.dispatch.acceptance import Proposal
-from dispatchkit.errors import ConfigError, counted, shortened
+from dispatchkit.errors import ConfigError, counted, format_value
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.setup import RunnerSpec, make_policy, resolve_supported_mode
@@ -177,8 +177,7 @@ class SwapRequests:
             hint = "Create a new runner, because its inputs and variants depend on this setting."
             now, value = getattr(self.requested_config, name), getattr(config, name)
             problem = (
-                f"A swap cannot change {name} from {shortened(repr(now))} to "
-                f"{shortened(repr(value))}."
+                f"A swap cannot change {name} from {format_value(now)} to {format_value(value)}."
             )
             raise ConfigError(name, value, "unchanged by a swap", hint, message=problem)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.requested_config)]

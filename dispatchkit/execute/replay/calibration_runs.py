@@ -10,7 +10,7 @@ import torch
 
 from dispatchkit.dispatch import CalibrationRun, CellUpdate, Dispatcher, GraphView
 from dispatchkit.dispatch.cells import cell_of_batch
-from dispatchkit.errors import PolicyError, ReplayError
+from dispatchkit.errors import PolicyError, ReplayError, format_value
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.warmup import Warmups
@@ -100,8 +100,8 @@ class CalibrationRuns:
         for run in runs:
             if not isinstance(run, CalibrationRun):
                 problem = (
-                    f"returned {run!r:.60} as a run; return dispatchkit.dispatch.CalibrationRun "
-                    "objects."
+                    f"returned {format_value(run)} as a run; return "
+                    "dispatchkit.dispatch.CalibrationRun objects."
                 )
                 raise PolicyError(name, "calibration_runs", problem, origin=origin, value=run)
         return runs

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, format_value
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.fingerprint import Facts, changed, moved
 from dispatchkit.execute.io.buffers import InputBuffers
@@ -80,8 +80,8 @@ class Checker:
         self._count = 0
         self._returned_views: list[torch.Tensor] = []
 
-    def is_due(self, step: CapturedKey, num_tokens: int) -> bool:
-        """Count the next replay, and return whether it must be compared."""
+    def count(self, step: CapturedKey, num_tokens: int) -> bool:
+        """Count a replay that follows, and return whether it must be compared."""
         is_padded = num_tokens != step.key.num_tokens
         if self._is_first_alone:
             if step in self._compared[is_padded]:
@@ -196,7 +196,8 @@ def _assert_close(got: Any, want: Any) -> None:
             _assert_tensors_close(one, other, f"Output {index}: " if len(ours) > 1 else "")
         elif not _is_close(one, other):
             raise AssertionError(
-                f"Output {index} is {one!r:.60} in the replay, but {other!r:.60} in the eager run."
+                f"Output {index} is {format_value(one)} in the replay, but {format_value(other)} "
+                "in the eager run."
             )
 
 

@@ -552,7 +552,7 @@ class CheckedPlan:
         step, num_tokens, count = replay.step, replay.num_tokens, replay.count
         if step.released:
             return AGAIN
-        if replay.guard_reason() or not checker.is_due(step, num_tokens):
+        if replay.guard_reason() or not checker.count(step, num_tokens):
             hits = step.hits
             result = self._plan.run(tensors, stream, readable)
             if (

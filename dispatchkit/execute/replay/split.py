@@ -126,7 +126,7 @@ class SplitPlan:
         if timer is not None and timer.is_due(lane.tick):
             return self._run_timed(timer, tensors, stream, readable)
         first = parts[0].step
-        if checker is not None and checker.is_due(first, self._num_tokens):
+        if checker is not None and checker.count(first, self._num_tokens):
             return self._run_checked(checker, tensors, stream, readable)
         return self._run(tensors, stream, readable)
 

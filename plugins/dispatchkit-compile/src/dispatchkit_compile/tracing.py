@@ -21,7 +21,7 @@ import torch._dynamo.exc
 from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.errors import CaptureError, ConfigError, format_value
 
 # First of the integers that represent unknown sizes in the traced step's result. User code is
 # unlikely to contain them.
@@ -234,8 +234,8 @@ def _roles(
         source = size_source(example_of(node), fakes)
         if source is None:
             raise CaptureError(
-                f"The step reads {node.name!r} = {arg!r:.40}, which is neither a tensor nor the "
-                "size of an input. Pass it as a tensor, or bind it with functools.partial.",
+                f"The step reads {node.name!r} = {format_value(arg)}, which is neither a tensor "
+                "nor the size of an input. Pass it as a tensor, or bind it with functools.partial.",
                 reason="not_traceable",
             )
         roles.append(Size(*source))

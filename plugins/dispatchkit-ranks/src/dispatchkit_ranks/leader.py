@@ -24,7 +24,7 @@ from dispatchkit.dispatch import (
     policy_name,
     policy_traits,
 )
-from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
+from dispatchkit.errors import ConfigError, DescriptorError, PolicyError, format_value
 from dispatchkit.keys import Batch, DispatchConfig, GraphKey, RuntimeMode
 from dispatchkit.once import Once
 
@@ -175,13 +175,13 @@ def _updates(answer: Any) -> list[CellUpdate]:
     updates = list(answer or ())
     for update in updates:
         if not isinstance(update, CellUpdate):
-            raise TypeError(f"expected CellUpdate objects, got {update!r:.60}")
+            raise TypeError(f"expected CellUpdate objects, got {format_value(update)}")
     return updates
 
 
 def _decision(answer: Any) -> Decision | None:
     if answer is not None and not isinstance(answer, Decision):
-        raise TypeError(f"expected a Decision or None, got {answer!r:.60}")
+        raise TypeError(f"expected a Decision or None, got {format_value(answer)}")
     return answer
 
 

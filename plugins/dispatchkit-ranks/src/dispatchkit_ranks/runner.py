@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError
+from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError, format_value
 from dispatchkit.execute import GraphRunner, flatten, pad_input
 from dispatchkit.keys import ALLOWED_MODES, GraphKey, RuntimeMode, check_instance
 
@@ -130,7 +130,9 @@ class RankedRunner:
         # Validate before other ranks wait for this rank.
         for name, given in tensors.items():
             if not isinstance(given, torch.Tensor):
-                raise InputError(name, f"Input {name!r} must be a tensor, got {given!r:.60}.")
+                raise InputError(
+                    name, f"Input {name!r} must be a tensor, got {format_value(given)}."
+                )
         self.runner.decisions.check_inputs(tensors)
         agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
         rows = agreed.num_tokens
