@@ -180,7 +180,7 @@ def simulate_ranks(
             trace.source,
             None,
             f"has {counted(len(steps), 'step')} with tokens, but simulating "
-            f"{counted(ranks, 'rank')} requires at least {ranks}. Use a longer trace{fewer}.",
+            f"{counted(ranks, 'rank')} requires at least {ranks:,}. Use a longer trace{fewer}.",
         )
     steps = _first(steps, num_rounds * ranks)
     run = LaneRun(dispatcher, model, scenario, random.Random(0))

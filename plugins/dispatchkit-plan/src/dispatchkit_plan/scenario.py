@@ -79,8 +79,9 @@ class Scenario:
             the cost model.
         eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the
             graph with the fewest replays relative to its size.
-        capture_after: Number of times that a graph must be requested before it is captured. Steps
-            before that run eager. Above 1, nothing is captured before the first step.
+        capture_after: Number of steps that must need a graph for it to be captured. The last of
+            these steps replays the graph, the others run eager. Above 1, nothing is captured before
+            the first step.
         lanes: Number of lanes. Steps are assigned to lanes in turn, and each lane has its own
             graphs.
         cost_model: Cost model, name of a built-in model, or path of a file.

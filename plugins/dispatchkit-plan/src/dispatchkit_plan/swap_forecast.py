@@ -62,7 +62,7 @@ class SwapForecast:
         active: Name of the current policy.
         candidate: Name of the policy after the swap.
         num_steps: Number of compared steps.
-        same_steps: Number of steps whose decision would not change.
+        same_steps: Number of steps that would replay the same graph, or still run eager.
         refused_steps: Number of steps for which the runner would raise before or after the swap,
             because they are above ``max_num_tokens``. They are excluded from all other fields.
         active_us: Time of the steps before the swap, according to the cost model.

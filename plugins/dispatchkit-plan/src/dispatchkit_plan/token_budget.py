@@ -30,8 +30,9 @@ class TokenBudget:
 
     Attributes:
         size: Size of the graph, in tokens.
-        share_pct: Steps of exactly this size, as a percentage of the steps above the largest graph.
-        pays: Whether the graph saves time according to the cost model.
+        share_pct: Steps of exactly this size, as a percentage of the steps above the largest other
+            graph.
+        pays: Whether the graph saves time according to the cost model; False if unknown.
         saved_pct: Time that the graph saves, as a percentage of the time of the trace; negative if
             the graph costs time, None if unknown.
         reason: Sentence that explains the verdict.

@@ -139,7 +139,9 @@ def test_the_summary_mentions_eager_steps_only_if_there_are_any(
 def test_one_simulation_is_not_compared(simulations: Any) -> None:
     rows = [one.to_json() for one in simulations]
     several = report_of_simulations(rows, source="s")
-    assert "on the same" in several.summary
+    assert several.summary.startswith(
+        "default, powers of two and four graphs, simulated on the same"
+    )
     assert several.tiles[1].note.endswith(", the shortest")
     single = report_of_simulations(rows[:1], source="s")
     assert "on the same" not in single.summary

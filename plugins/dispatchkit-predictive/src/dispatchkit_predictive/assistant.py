@@ -25,7 +25,7 @@ class PredictiveStats:
     """Counters of ``Predictive``.
 
     Attributes:
-        is_on: Whether prefetching is active. It pauses while too few prefetched graphs are used.
+        is_on: Whether prefetching is active. It pauses if too few prefetched graphs are used.
         hit_rate: Share of predictions of the next key that were correct.
         num_predicted: Number of key changes for which there was a prediction.
         num_ahead: Number of graphs captured before a step needed them.
@@ -54,8 +54,8 @@ class Predictive:
         decay: Factor by which each new count multiplies earlier counts, above 0 and at most 1.
         margin: Factor, at least 1, by which the score of a key must exceed that of the key
             evicted for it.
-        least_used: Minimum share of prefetched graphs that steps use, from 0 to 1. If the share is
-            lower, prefetching pauses.
+        least_used: Minimum share of the last 100 prefetched graphs that steps must have used, from
+            0 to 1. If the share is lower, prefetching pauses.
 
     Raises:
         ConfigError: A setting is invalid.

@@ -25,8 +25,9 @@ class CapturePlanner:
         max_graphs: Maximum number of live graphs; None for no limit.
         margin: Factor, at least 1, by which the score of a key must exceed that of the key
             evicted for it.
-        least_used: Minimum share of prefetched graphs that steps use, from 0 to 1. If the share is
-            lower, prefetching pauses; keys that a step has missed are still captured.
+        least_used: Minimum share of the last 100 prefetched graphs that steps must have used, from
+            0 to 1. If the share is lower, prefetching pauses; keys that a step has missed are still
+            captured.
 
     Attributes:
         predictor: The predictor of the next keys.

@@ -54,8 +54,9 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     for note in dict.fromkeys(note for row in checked for note in row["notes"]):
         of = [row["label"] for row in checked if note in row["notes"]]
         notes.append(note if len(of) == len(checked) else f"{', '.join(of)}: {note}")
-    names = ", ".join(row["label"] for row in checked)
-    several = len(checked) > 1
+    *others, last = [row["label"] for row in checked]
+    several = bool(others)
+    names = f"{', '.join(others)} and {last}" if several else last
     the_same = "the same " if several else ""
     return Report(
         title=f"Simulation results: {source}",
