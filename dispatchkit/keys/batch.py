@@ -172,7 +172,7 @@ class GraphKey:
     def covers(self, batch: Batch) -> bool:
         """Return whether the graph can compute a batch.
 
-        A graph with adapters also serves batches without adapters, because unused adapters
+        A graph with adapters also serves batches with fewer or no adapters, because unused adapters
         contribute nothing. A uniform graph serves only uniform batches of the same query length.
         """
         own = self.descriptor

@@ -189,8 +189,9 @@ class SizeRules:
         tensor_parallel_filter: Whether sequence parallelism limits sizes to multiples of the
             tensor-parallel size.
         adds_limits: Whether the token limit and the sizes of decode batches are added.
-        rounds: The modes for which sizes are rounded to multiples of the query length; None for no
-            rounding.
+        rounds: When sizes are rounded to multiples of the query length: if decode batches run FULL
+            (``full_decode``), or only if mixed batches also have a separate mode
+            (``separate_full_decode``); None for no rounding.
         rounding_with_tensor_parallel: When sizes are also rounded to multiples of a tensor-parallel
             size above one; ``sequence_parallel`` means only with sequence parallelism.
         empty_rounding: What happens if no rounded size fits the maximum: ``raise`` an error, or

@@ -259,7 +259,7 @@ def test_no_command_shows_the_help_and_is_bad_input(run: Any) -> None:
         (["--sett", "x"], "'--set'"),
         (["explain", "-12"], "N must be at least 0, got -12."),
         (["bench", "-3"], "option must be one of"),
-        (["explain", "3", "--loras", "-1"], "--loras must be a whole number of at least 0, got -1"),
+        (["explain", "3", "--loras", "-1"], "--loras must be a whole number from 0 to 4096"),
         (["explain", "3", "--set", "x"], "before the command: dispatchkit --set ..."),
         (["explain", "3", "--polcy", "x"], "'--policy'"),
         (["explain"], "--trace"),

@@ -49,8 +49,9 @@ def has_imports(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names in a code object, and its strings that are names, as in
-    ``setattr(self, "calls", 1)``.
+    """Return the names in a code object, and its strings that may be names.
+
+    For example, ``setattr(self, "calls", 1)`` contains the name ``calls`` as a string.
     """
     found: set[str] = set()
     for part in codes_of(code):
@@ -67,7 +68,7 @@ def names_at(site: Any) -> frozenset[str]:
 
 
 def own_functions(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the functions that a class itself defines, each after its attribute's name."""
+    """Yield attribute names and functions of a class, without those of its bases."""
     for name, member in vars(cls).items():
         for fn in _functions_in(member):
             if isinstance(fn, types.FunctionType):
@@ -97,7 +98,7 @@ def names_called(code: types.CodeType) -> frozenset[str]:
 
 
 def _functions_in(member: Any) -> tuple[Any, ...]:
-    """Return the functions that an attribute of a class runs."""
+    """Return the functions behind an attribute of a class."""
     if isinstance(member, property):
         return member.fget, member.fset, member.fdel
     if isinstance(member, (classmethod, staticmethod)):
@@ -131,7 +132,8 @@ def line_that_writes(site: Any, name: Any) -> str:
             one for base in site.__mro__ if not is_library(base) for one in vars(base).values()
         ]
         codes = [one.__code__ for one in members if isinstance(one, types.FunctionType)]
-        codes.sort(key=lambda code: code.co_name == "__init__")  # steps do not call __init__
+        # Search __init__ last, because steps do not call it.
+        codes.sort(key=lambda code: code.co_name == "__init__")
     elif isinstance(site, types.FunctionType):
         codes = list(codes_of(site.__code__))
     else:

@@ -95,7 +95,7 @@ class PythonState:
 
     Args:
         roots: Callables and objects where the walk starts, by their names in reports.
-        is_excluded: Function that returns whether the walk skips an object; None skips nothing.
+        is_excluded: Function that returns whether the walk skips an object; None means never.
 
     Attributes:
         modules: Modules that the step reaches.
@@ -278,7 +278,7 @@ class PythonState:
         )
 
     def _reached(self, roots: Iterable[int] | None = None) -> set[int]:
-        """Return the identities of objects that names in the step's code reach from the roots."""
+        """Return the identities of objects that code of the step reaches from the roots by name."""
         names = self._names_read()
         reached = set(self._roots if roots is None else roots)
         waiting = list(reached)

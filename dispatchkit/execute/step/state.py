@@ -468,7 +468,7 @@ _MAY_REJECT_NUMBERS = frozenset(
 
 
 def _makes_integers(args: tuple[Any, ...], result: Any) -> bool:
-    """Return whether a conversion turns floating-point numbers into integers; booleans are not."""
+    """Return whether a conversion turns floating-point numbers into integers (not booleans)."""
     made = {one.dtype for one in tensors_in((result,))} - {torch.bool}
     if not made or any(one.is_floating_point or one.is_complex for one in made):
         return False

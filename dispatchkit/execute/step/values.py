@@ -62,8 +62,8 @@ class ValueWatch:
     """Watch for changes to the values that are built into the graphs of a lane.
 
     Args:
-        state: State that the step reaches, recorded when the graphs are captured; None watches
-            nothing.
+        state: State that the step reaches, recorded when the graphs are captured; without it,
+            nothing is watched.
         always: Entries to compare at every replay, because the step is known to change them.
 
     Attributes:

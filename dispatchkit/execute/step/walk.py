@@ -212,7 +212,7 @@ def _class_in(cell: types.CellType) -> type | None:
 
 
 class ModulesNamed:
-    """Python modules that functions name, with their names that are not recorded yet."""
+    """Python modules that functions name, and the names in them that are still to be recorded."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, bool], tuple[Node, set[str]]] = {}
