@@ -178,7 +178,7 @@ def test_settings_are_refused_before_a_call():
     for example in (3, torch.ones(2)):
         with pytest.raises(ConfigError, match=r"example must be a tuple with .*\(x,\)"):
             graphed(lambda x: x, example=example)
-    with pytest.raises(ConfigError, match="sizes must be a list of whole numbers, got 4"):
+    with pytest.raises(ConfigError, match=r"list of whole numbers, such as \[8, 16\], got 4"):
         graphed(lambda x: x, sizes=4)(torch.ones(2))
 
 

@@ -695,7 +695,7 @@ def test_option_that_has_another_place_says_where(name):
         ({"strict": True}, "Write: options=RunnerOptions(strict=True)"),
         ({"support": "SOMETIMES"}, "UNIFORM_BATCH"),
         ({"piece_compiler": "inducter"}, "inductor"),
-        ({"sizes": 8}, "sizes must be a list of whole numbers, got 8"),
+        ({"sizes": 8}, "sizes must be a list of whole numbers, such as [8, 16], got 8"),
         ({"sizes": [4, "x"]}, "sizes[1] must be a whole number of at least 1, got 'x'"),
         ({"max_num_tokens": 0}, "max_num_tokens must be a whole number of at least 1, got 0"),
         ({"outputs": "copy"}, "outputs must be 'owned' or 'view', got 'copy'"),
