@@ -202,15 +202,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PegasusXForConditionalGeneration": ({}, "with rows at different positions"),
     "RecurrentGemmaForCausalLM": (
         {"layer_types": None, "num_hidden_layers": 3},
-        "a model that returns a cache with layers",
+        "must return a cache with layers",
     ),
     "RwkvForCausalLM": (
         {},
-        "a transformers model that accepts cache or past_key_values or cache_params",
+        r"whose forward\(\) accepts cache, past_key_values or cache_params",
     ),
     "xLSTMForCausalLM": (
         {"hidden_size": 64, "qk_dim_factor": 1.0, "chunk_size": 64},
-        "a model that returns a cache with layers",
+        "must return a cache with layers",
     ),
 }
 

@@ -309,7 +309,7 @@ def test_generate_of_an_encoder_decoder_gives_the_tokens_of_generate():
 def test_sampling_and_processors_are_refused(asked):
     decoder = decoder_of(llama())
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
-    with pytest.raises(ConfigError, match="supports only greedy decoding"):
+    with pytest.raises(ConfigError, match="This decoder supports only greedy decoding"):
         loop.generate(prompt_of(3), max_new_tokens=3, **asked)
     assert decoder.stats().admitted == 0
 
@@ -539,11 +539,21 @@ def test_drafts_of_another_kind_are_errors():
 def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
     model = llama()
     decoder = decoder_of(model)
-    with pytest.raises(ConfigError, match=r"from 1 to the decoder's num_draft_tokens \(3\), got 4"):
+    with pytest.raises(
+        ConfigError, match=r"decoder's num_draft_tokens \(3\), got 4.*num_draft_tokens=4"
+    ):
         SpeculativeDecoder(decoder, PromptLookup(decoder, 4))
+    plain = decoder_of(model, num_draft_tokens=0)
     for wrong, message in (
+        (
+            lambda: SpeculativeDecoder(plain, PromptLookup(decoder)),
+            r"num_draft_tokens must be at least 1 to verify drafts, got 0. Create",
+        ),
         (lambda: SpeculativeDecoder(3, PromptLookup(decoder)), "decoder must be a GraphDecoder"),
-        (lambda: SpeculativeDecoder(decoder, 3), r"a Drafter, got 3. Pass PromptLookup\(decoder\)"),
+        (
+            lambda: SpeculativeDecoder(decoder, 3),
+            r"an integer, got 3. Pass PromptLookup\(decoder\)",
+        ),
         (lambda: PromptLookup(3), "decoder must be a GraphDecoder, got 3"),
         (lambda: DraftModel(decoder, model), r"small must be a GraphDecoder, got <Llama.* Create"),
         (lambda: DraftModel(3, decoder), "decoder must be a GraphDecoder, got 3"),
@@ -562,9 +572,9 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
         ConfigError, match=r"small.vocabulary must be at least 189, got 188. .* is 700"
     ):
         DraftModel(large, decoder_of(llama(vocab_size=188)))
-    with pytest.raises(ConfigError, match="small must be a GraphDecoder other than the target"):
+    with pytest.raises(ConfigError, match="a GraphDecoder other than the decoder that verifies"):
         DraftModel(decoder, decoder)
-    with pytest.raises(ConfigError, match="a decoder of a model without an encoder"):
+    with pytest.raises(ConfigError, match=r"a decoder of a model without an encoder.*PromptLookup"):
         DraftModel(decoder, decoder_of(made("MarianMTModel"), max_source_length=4))
 
 
@@ -595,7 +605,12 @@ def test_rows_that_a_loop_does_not_know_of_are_an_error():
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
     loop.admit(prompt_of(3))
     decoder.step()
-    with pytest.raises(InputError, match="The rows of the decoder were changed"):
+    with pytest.raises(
+        InputError, match=r"rows of the decoder were changed.* Call reset\(\) of the"
+    ):
         loop.step()
+    loop.reset()
+    loop.admit(prompt_of(3))
+    assert loop.step()
     with pytest.raises(ConfigError, match=r"decoder\.num_rows must be 0"):
         SpeculativeDecoder(decoder, PromptLookup(decoder))

@@ -592,24 +592,27 @@ def test_arguments_of_another_kind_are_errors(one_model):
         decoder_of(one_model, forward=3)
     decoder = decoder_of(one_model)
     ids = torch.ones(1, 2, dtype=torch.long)
-    for mask in ("x", torch.ones(1, 3)):
-        with pytest.raises(InputError, match=r"tensor of the shape of input_ids, \(1, 2\), got"):
+    for mask in ("x", torch.ones(1, 3), torch.ones(1, 2).numpy()):
+        with pytest.raises(InputError, match=r"with the shape of input_ids, \(1, 2\), got"):
             decoder.admit(ids, mask)
-        with pytest.raises(InputError, match=r"tensor of the shape of input_ids, \(1, 2\), got"):
+        with pytest.raises(InputError, match=r"with the shape of inputs, \(1, 2\), got"):
             decoder.generate(ids, attention_mask=mask, max_new_tokens=1)
     for ids, problem in (
-        ([[5, 6]], r"int64 tensor of tokens \(B, T\), got list. For a list of tokens, pass torch"),
-        (torch.ones(1, 2), r"int64 tensor of tokens \(B, T\), got torch.float32"),
+        ([[5, 6]], r"int32 tensor of tokens \(B, T\), got list. For a list of tokens, pass torch"),
+        (torch.ones(1, 2), r"got torch.float32. If the values are tokens, pass NAME.long"),
+        (torch.ones(1, 2).long().numpy(), r"got ndarray"),
         ({"input_ids": torch.ones(1, 2)}, r"got dict. For the result of a tokenizer .* \*\*inputs"),
-        (torch.tensor([5, 6]), r"got \(2,\). For a single prompt, pass input_ids\[None\]"),
+        (torch.tensor([5, 6]), r"got \(2,\). For a single prompt, pass NAME\[None\]"),
         (torch.ones(1, 0, dtype=torch.long), r"shape \(B, T\) with T at least 1, got \(1, 0\)\.$"),
     ):
-        for call in (
-            decoder.admit,
-            lambda ids: decoder.generate(ids, max_new_tokens=1),
-            lambda ids: decoder.generate(input_ids=ids, max_new_tokens=1),
+        for name, call in (
+            ("input_ids", decoder.admit),
+            ("inputs", lambda ids: decoder.generate(ids, max_new_tokens=1)),
+            ("inputs", lambda ids: decoder.generate(inputs=ids, max_new_tokens=1)),
+            ("input_ids", lambda ids: decoder.generate(input_ids=ids, max_new_tokens=1)),
         ):
-            with pytest.raises(InputError, match=problem):
+            expected = f"^{name} must .*{problem.replace('NAME', name)}"
+            with pytest.raises(InputError, match=expected):
                 call(ids)
     with pytest.raises(
         DescriptorError,
@@ -715,11 +718,11 @@ def window_by_length():
     [
         (
             without_layers,
-            "a transformers model that accepts cache or past_key_values or cache_params",
+            r"whose forward\(\) accepts cache, past_key_values or cache_params",
         ),
         (sparse, "DynamicIndexedLayer"),
         (window_by_length, "steps on a static cache, with rows at different positions"),
-        (lambda: torch.nn.Linear(2, 2), "a transformers model that can generate text"),
+        (lambda: torch.nn.Linear(2, 2), "can generate text.*AutoModelForCausalLM"),
         (lambda: llama().train(), r"in evaluation mode.*model\.eval"),
     ],
     ids=["without-layers", "sparse", "window-by-length", "other-module", "training"],
@@ -736,9 +739,11 @@ def test_more_positions_than_the_model_has_are_refused(one_model):
 
 
 def test_padding_on_the_right_is_refused(one_model):
-    ids = torch.tensor([[5, 6, 0], [5, 6, 7]])
-    with pytest.raises(InputError, match="zeros only on the left"):
+    ids = torch.tensor([[5, 6, 7], [5, 6, 0]])
+    with pytest.raises(InputError, match=r"but row 1 is not\. Tokenize with padding_side='left'"):
         decoder_of(one_model).admit(ids, (ids != 0).long())
+    with pytest.raises(InputError, match=r"but row 1 is all zeros\. Omit empty prompts"):
+        decoder_of(one_model).admit(ids, torch.tensor([[1, 1, 1], [0, 0, 0]]))
 
 
 def test_a_model_that_was_moved_or_set_to_training_is_refused(one_model):

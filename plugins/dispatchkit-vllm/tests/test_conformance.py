@@ -159,6 +159,20 @@ def test_an_unknown_or_missing_field_is_an_error(change: Callable[[Any], Any], t
     assert failed.problems[0].startswith("invalid record")
 
 
+def test_an_error_about_fields_names_them(tmp_path: Path):
+    record = records("vllm-newest", rich)[0]
+    problems = []
+    for names in (["keys"], ["keys", "max_size"], ["pad"]):
+        short = {name: value for name, value in record.items() if name not in names}
+        (failed,) = check_file(write(tmp_path / "copy.jsonl", short)).failed
+        problems += failed.problems
+    assert problems == [
+        f"invalid record: {record['id']} lacks the required field keys.",
+        f"invalid record: {record['id']} lacks the required fields keys, max_size.",
+        "invalid record: the field pad is missing, but the dispatcher has a padding table.",
+    ]
+
+
 @pytest.mark.parametrize("name", ["capture-sizes", "mode-resolution", "mode-enum"])
 def test_an_unknown_field_is_an_error_for_configurations_too(name: str, tmp_path: Path):
     record = {**records(name)[0], "note": "new"}

@@ -1,8 +1,8 @@
-"""The decoding loop of ``generate``: transformers chooses tokens, graphs run the steps.
+"""The decoding loop of ``generate``, with a decoder that runs the steps.
 
 transformers prepares the prompt, the logits processors and the stopping criteria. Processors and
-criteria receive all rows in every step, as they do in transformers. Only the model runs without
-the finished rows.
+criteria receive all rows in every step, as they do in transformers. Finished rows leave the decoder
+once the other rows fit into a smaller graph.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _UNSUPPORTED = {
     "compile_config": "To compile the step, create GraphDecoder(..., compile=True).",
     "prefill_chunk_size": "For chunked prompts, create GraphDecoder(..., prompt_sizes=...).",
     "stop_strings": "Pass stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] instead.",
-    "streamer": "To stream tokens, call admit() and step().",
+    "streamer": "To stream tokens, call admit() and step() of the decoder.",
     "synced_gpus": "Call the model's own generate().",
     "token_healing": "Pass model.heal_tokens(input_ids, tokenizer) as input_ids.",
 }
@@ -97,7 +97,7 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 class RowDecoder(Protocol):
-    """The interface between ``generate`` and a decoder of rows."""
+    """The methods that ``generate`` requires of a decoder."""
 
     tokens: torch.Tensor
     """The current token of each live row (rows,), input of the next step; assignable."""
@@ -128,7 +128,7 @@ class RowDecoder(Protocol):
         ...
 
     def step(self) -> torch.Tensor:
-        """Return each row's most likely next token (rows,)."""
+        """Decode one token per row; return the most likely tokens (rows,)."""
         ...
 
     def bucket(self, num_rows: int) -> int:
@@ -145,7 +145,7 @@ class RowDecoder(Protocol):
 
 
 class LogitsDecoder(RowDecoder, Protocol):
-    """A decoder of rows that can return logits, which sampling and logits processors require."""
+    """A decoder that can also return logits, which sampling and logits processors require."""
 
     def logits(self) -> torch.Tensor:
         """Return the logits of each row's next token (rows, V)."""
@@ -157,21 +157,22 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ConfigError: An option is not supported.
-        InputError: The prompts are not a tensor of tokens (B, T), or their mask has a different
-            shape.
+        InputError: The prompts are not a tensor of tokens (B, T), or their mask is not a tensor of
+            the same shape.
     """
-    prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    name = "inputs" if args or kwargs.get("inputs") is not None else "input_ids"
+    prompts = args[0] if args else kwargs.get(name)
     if prompts is not None and model.main_input_name == "input_ids":
-        check_prompts(prompts)
+        check_prompts(prompts, name)
         if (mask := kwargs.get("attention_mask")) is not None:
-            check_mask(mask, prompts)
+            check_mask(mask, prompts, name)
     # Check here: for some options, transformers decodes without calling custom_generate.
     config = kwargs.get("generation_config") or model.generation_config
     options = {**vars(config), **kwargs}
     check_options(options)
     if options.get("cache_implementation") == "static":
-        # The decoder's own cache is static. For another one, transformers would allocate memory and
-        # set an attribute of the model, which makes graphs outdated.
+        # The decoder's own cache is static. For a second static cache, transformers would allocate
+        # memory and set an attribute of the model, which makes graphs outdated.
         kwargs["cache_implementation"] = "dynamic"
     return model.generate(*args, custom_generate=decoder, **kwargs)
 
@@ -213,6 +214,7 @@ def generate(
     Raises:
         ConfigError: An option or argument is not supported.
         DescriptorError: The batch exceeds ``max_batch_size``, or a sequence exceeds ``max_length``.
+        InputError: The prompts, their mask or the encoder output are invalid.
     """
     source = _source(model, prepared)
     _check(decoder, model, generation_config, prepared)
@@ -254,16 +256,18 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
     if model is not decoder.model:
         raise ConfigError(
             "custom_generate",
-            f"decoder of a different {type(decoder.model).__name__}",
+            decoder,
             "a decoder of the model whose generate() is called",
-            "Create a decoder for this model.",
+            f"Create a decoder for the called {type(model).__name__}.",
+            message="custom_generate must be a decoder of the model whose generate() is called, "
+            f"got a decoder of another model ({type(decoder.model).__name__}).",
         )
     if decoder.num_rows:
         raise ConfigError(
             "decoder.num_rows",
             decoder.num_rows,
             "0 when generate() is called",
-            "Call decoder.drop() or decoder.reset() first.",
+            "Call decoder.reset() first, which drops all rows.",
         )
     check_options({**vars(config), **prepared})
     for name in CACHE_NAMES:
@@ -271,9 +275,11 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         if given is not None and _has_seen(given):
             raise ConfigError(
                 name,
-                f"{type(given).__name__} with tokens",
+                given,
                 "omitted or empty",
-                "Pass whole prompts: decoding starts at their first token.",
+                f"Omit {name} and pass whole prompts, which the decoder runs from the first token.",
+                message=f"{name} must be omitted or empty, got a {type(given).__name__} that "
+                "already contains tokens.",
             )
     odd = sorted(
         name
@@ -318,14 +324,13 @@ def _logits_of(decoder: RowDecoder, processors: Any) -> Callable[[], torch.Tenso
     """
     if not has_members(decoder, LogitsDecoder):
         asked = ", ".join(type(one).__name__ for one in processors) or "sampling, scores or logits"
-        name = type(decoder).__name__
         raise ConfigError(
             "generate",
             asked,
             "called for greedy decoding without scores, logits or logits processors",
-            "Pass do_sample=False and omit scores, logits and logits processors, or call "
-            "generate() of a GraphDecoder.",
-            message=f"{name} supports only greedy decoding, but this call needs {asked}.",
+            "Pass do_sample=False and omit output_scores, output_logits and options that need a "
+            "logits processor, such as repetition_penalty; or call generate() of a GraphDecoder.",
+            message=f"This decoder supports only greedy decoding, but the call needs {asked}.",
         )
     return decoder.logits
 
@@ -352,7 +357,7 @@ class _Loop:
         wants = config.return_dict_in_generate
         self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
         self.raw: list[torch.Tensor] | None = [] if wants and config.output_logits else None
-        # Greedy steps choose tokens inside the graph and return no logits.
+        # A greedy step chooses the tokens itself and returns no logits.
         self._next_logits = (
             None if is_greedy(config, processors) else _logits_of(decoder, processors)
         )
@@ -384,7 +389,7 @@ class _Loop:
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each output row (B,) from its logits (B, V)."""
-        logits = logits.clone()  # processors may write to the logits, a graph's output
+        logits = logits.clone()  # processors may write to them, but a graph owns their memory
         scores: torch.Tensor = self.processors(self.ids, logits)
         if self.scores is not None:
             self.scores.append(scores)
@@ -419,7 +424,7 @@ class _Loop:
         return False
 
     def _compact(self, flags: list[int]) -> None:
-        """Drop finished rows when the other rows fit into a smaller graph."""
+        """Drop finished rows if the other rows fit into a smaller graph."""
         finished = [row for row, place in enumerate(self.live) if not flags[place]]
         if not finished:
             return
@@ -441,39 +446,53 @@ class _Loop:
         return self.full
 
 
-def check_prompts(input_ids: Any) -> None:
+def check_prompts(input_ids: Any, name: str = "input_ids") -> None:
     """Check that prompts are a tensor of tokens (B, T).
+
+    Args:
+        input_ids: The prompts.
+        name: Name of the argument, for messages.
 
     Raises:
         InputError: The prompts have the wrong type, dtype or shape.
     """
-    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+    if not isinstance(input_ids, torch.Tensor):
         hint = "For a list of tokens, pass torch.tensor([tokens])."
         if hasattr(input_ids, "keys"):
             hint = "For the result of a tokenizer with return_tensors='pt', pass **inputs."
-        got = getattr(input_ids, "dtype", type(input_ids).__name__)
+        got = type(input_ids).__name__
+    elif input_ids.dtype not in (torch.int32, torch.int64):
+        got, hint = str(input_ids.dtype), f"If the values are tokens, pass {name}.long()."
+    else:
+        got = hint = ""
+    if got:
         raise InputError(
-            "input_ids", f"input_ids must be an int64 tensor of tokens (B, T), got {got}. {hint}"
+            name, f"{name} must be an int64 or int32 tensor of tokens (B, T), got {got}. {hint}"
         )
     if input_ids.dim() != 2 or not input_ids.shape[1]:
-        hint = "For a single prompt, pass input_ids[None]." if input_ids.dim() == 1 else ""
+        hint = f"For a single prompt, pass {name}[None]." if input_ids.dim() == 1 else ""
         shape = tuple(input_ids.shape)
-        text = f"input_ids must have shape (B, T) with T at least 1, got {shape}. {hint}"
-        raise InputError("input_ids", text.strip())
+        text = f"{name} must have shape (B, T) with T at least 1, got {shape}. {hint}"
+        raise InputError(name, text.strip())
 
 
-def check_mask(attention_mask: Any, input_ids: torch.Tensor) -> None:
-    """Check that an attention mask has the shape of its prompts.
+def check_mask(attention_mask: Any, input_ids: torch.Tensor, name: str = "input_ids") -> None:
+    """Check that an attention mask is a tensor with the shape of its prompts.
+
+    Args:
+        attention_mask: The mask.
+        input_ids: The prompts (B, T).
+        name: Name of the argument with the prompts, for messages.
 
     Raises:
         InputError: The mask has a different shape, or is not a tensor.
     """
-    shape = getattr(attention_mask, "shape", None)
-    if shape != input_ids.shape:
-        got = type(attention_mask).__name__ if shape is None else tuple(shape)
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    if not is_tensor or attention_mask.shape != input_ids.shape:
+        got = tuple(attention_mask.shape) if is_tensor else type(attention_mask).__name__
         raise InputError(
             "attention_mask",
-            f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}, "
+            f"attention_mask must be a tensor with the shape of {name}, {tuple(input_ids.shape)}, "
             f"got {got}.",
         )
 
@@ -492,11 +511,17 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
     counts = attention_mask.sum(-1)
     # If padding is only on the left, all ones of a mask row are at its end.
     ahead = torch.arange(width, device=attention_mask.device) >= (width - counts).unsqueeze(1)
-    if not torch.equal(attention_mask.bool(), ahead) or not bool((counts > 0).all()):
+    is_wrong = (attention_mask.bool() != ahead).any(-1) | (counts <= 0)
+    if bool(is_wrong.any()):
+        row = int(is_wrong.nonzero()[0])
+        hint = "Tokenize with padding_side='left'."
+        got = "is not"
+        if not bool(attention_mask[row].any()):
+            got, hint = "is all zeros", "Omit empty prompts."
         raise InputError(
             "attention_mask",
-            "attention_mask must have zeros only on the left, and at least one 1 in each row. "
-            "Tokenize with padding_side='left', and omit empty prompts.",
+            "Each row of attention_mask must be zeros followed by one or more ones, but row "
+            f"{row} {got}. {hint}",
         )
     return [width - int(count) for count in counts.tolist()]
 
@@ -508,7 +533,7 @@ def check_tokens(input_ids: torch.Tensor, vocabulary: int) -> None:
     use the device.
 
     Raises:
-        InputError: A token is not from 0 to ``vocabulary`` - 1.
+        InputError: A token is less than 0 or greater than ``vocabulary`` - 1.
     """
     if not input_ids.numel():
         return

@@ -2,8 +2,8 @@
 
 A chunk is a step with T tokens for each of B prompts. It writes keys and values to the prompts'
 slots and attends to the contents of the slots. Recurrent layers continue from the states in the
-slots. Prompts are padded on the left. Padding is therefore in the first chunk, before any state,
-and the last token of the last chunk is the last token of every prompt.
+slots. Prompts are padded on the left. Padding therefore precedes all states of a prompt, and every
+prompt ends with the last chunk.
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ def split_into_chunks(
 
 
 def chunks_match_prompts(probe: Probe, length: int, *, whole: bool) -> bool:
-    """Return whether chunks return the same logits as whole prompts of different lengths.
+    """Return whether chunks return the same logits as whole prompts.
+
+    The prompts have different lengths, so that chunks contain padding.
 
     Args:
         probe: Description of how the model must be called.
@@ -313,7 +315,7 @@ class PromptRunner:
         return plan_chunks(fitting, bucket, largest, whole=whole)[width]
 
     def run(self, start: int, input_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Run prompts into cleared slots from ``start`` on.
+        """Run prompts, and store their states in cleared slots from ``start`` on.
 
         Args:
             start: The first slot.

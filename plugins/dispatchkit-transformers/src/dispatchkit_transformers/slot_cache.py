@@ -113,7 +113,7 @@ class SlotCache:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors of the banks, which contain the memory of all layers."""
+        """The tensors of all banks except the source mask: the memory of all layers."""
         *blocks, _ = self.slots.tensors
         return blocks
 

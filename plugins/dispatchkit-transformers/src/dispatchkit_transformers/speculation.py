@@ -32,7 +32,7 @@ _MOST_PADDING = 512
 
 
 class Drafter(Protocol):
-    """A source of drafts of the next tokens, for the same rows as a decoder.
+    """A source of drafts for the rows of a decoder.
 
     A wrong draft costs time, but does not change the tokens.
     """
@@ -51,8 +51,8 @@ class Drafter(Protocol):
     ) -> torch.Tensor:
         """Return drafts (rows, ``num_draft_tokens``) on the device; negative for no draft.
 
-        Of the drafts that the previous call returned, those before the current position were
-        accepted. They are not passed again.
+        Drafts of the previous call for positions before the current one were accepted, and are not
+        passed again.
 
         Args:
             tokens: The current token of each row (rows,), on the device.
@@ -67,15 +67,16 @@ class Drafter(Protocol):
 
 
 class SpeculativeDecoder:
-    """A decoder of rows whose steps verify drafts.
+    """A decoder whose steps verify drafts.
 
     Args:
         decoder: The decoder that verifies drafts, created with ``num_draft_tokens``.
         drafter: The source of drafts, which gets the same rows as ``decoder``.
 
     Raises:
-        ConfigError: The drafter proposes more drafts than the decoder verifies, or the decoder
-            already has rows.
+        ConfigError: The drafter proposes no drafts or more than the decoder verifies, the decoder
+            was created without ``num_draft_tokens`` or already has rows, or an argument has the
+            wrong type.
 
     Thread safety: one thread at a time. While there are rows, do not call ``admit``, ``step`` or
     ``drop`` of the decoder itself.
@@ -85,14 +86,19 @@ class SpeculativeDecoder:
         check_instance(decoder, GraphDecoder, "decoder")
         if whole_number(getattr(drafter, "num_draft_tokens", None)) is None:
             hint = "Pass PromptLookup(decoder), for example."
-            raise ConfigError("drafter", drafter, "a Drafter", hint)
-        if not 1 <= drafter.num_draft_tokens <= decoder.num_draft_tokens:
+            allowed = "a Drafter, whose num_draft_tokens is an integer"
+            raise ConfigError("drafter", drafter, allowed, hint)
+        decoder.check_has_drafts()
+        number = drafter.num_draft_tokens
+        if not 1 <= number <= decoder.num_draft_tokens:
+            hint = "Create the drafter with a different num_draft_tokens"
+            if number > 0:
+                hint += f", or the GraphDecoder with num_draft_tokens={number}"
             raise ConfigError(
                 "drafter.num_draft_tokens",
-                drafter.num_draft_tokens,
+                number,
                 f"from 1 to the decoder's num_draft_tokens ({decoder.num_draft_tokens})",
-                "Change num_draft_tokens of the drafter, or create a GraphDecoder with a larger "
-                "num_draft_tokens.",
+                f"{hint}.",
             )
         if decoder.num_rows:
             hint = "Call decoder.reset() first."
@@ -104,7 +110,8 @@ class SpeculativeDecoder:
         """Generate like the model's own ``generate``, with the same arguments and result.
 
         Raises:
-            ConfigError: The call is not greedy, or requests scores or logits.
+            ConfigError: The call samples, needs scores, logits or logits processors, or has another
+                unsupported option.
             DescriptorError: The batch exceeds ``max_batch_size``, or a sequence exceeds
                 ``max_length``.
         """
@@ -143,15 +150,17 @@ class SpeculativeDecoder:
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there are no rows.
-            InputError: Direct calls to the decoder changed its rows.
+            InputError: Direct calls to the decoder changed its rows, or an earlier step was
+                interrupted.
         """
         decoder = self.decoder
         if decoder.row_lengths != self._lengths:
             raise InputError(
                 "rows",
                 "The rows of the decoder were changed by calls outside the SpeculativeDecoder: "
-                f"their lengths are {decoder.row_lengths}, but were {self._lengths} after the "
-                "last step. Call admit, step and drop of the SpeculativeDecoder instead.",
+                f"their lengths are {decoder.row_lengths} instead of {self._lengths}. Call reset() "
+                "of the SpeculativeDecoder, admit the rows again, and call only its own admit(), "
+                "step() and drop().",
             )
         decoder.check_has_rows()
         drafts = self.drafter.propose(decoder.tokens, decoder.positions, self._lengths)
@@ -172,18 +181,18 @@ class SpeculativeDecoder:
 
 
 class PromptLookup:
-    """A drafter that repeats the tokens after an earlier occurrence of a row's last tokens.
+    """A drafter that proposes the tokens after an earlier occurrence of a row's last tokens.
 
     The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
-    the device. A lookup on the host would have to wait for each step, and the device would be idle
-    during the lookup. The lookup time on the host grows with the number of rows.
+    the device. A lookup on the host would have to wait for each step, would leave the device idle
+    meanwhile, and would take longer for more rows.
 
     Args:
         decoder: The decoder whose rows get drafts.
-        num_draft_tokens: Number of drafts per row; by default the number of the decoder.
+        num_draft_tokens: Number of drafts per row; by default, ``decoder.num_draft_tokens``.
         max_ngram: Maximum number of tokens to compare. The longest match is used, and the latest
-            of equally long matches. If a row ends before there are enough drafts, the tokens
-            after the match are repeated.
+            of equally long matches. If fewer tokens than drafts follow the match, these tokens
+            are repeated.
 
     Attributes:
         runner: The runner of the lookup.
@@ -269,12 +278,13 @@ class DraftModel:
     Args:
         decoder: The decoder that verifies the drafts.
         small: The decoder of the smaller model. Its ``num_draft_tokens`` is the number of drafts
-            per row, and its ``max_batch_size`` and ``max_length`` must not be smaller. The
-            vocabulary sizes may differ only by padding.
+            per row. Its ``max_batch_size`` and ``max_length`` must be at least those of
+            ``decoder``, and its vocabulary may be smaller only by padding.
 
     Raises:
         ConfigError: ``small`` has a smaller ``max_batch_size``, ``max_length`` or (beyond padding)
-            vocabulary, has no ``num_draft_tokens``, has an encoder, or already has rows.
+            vocabulary, has no ``num_draft_tokens``, has an encoder, already has rows, or is
+            ``decoder`` itself; or an argument has the wrong type.
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
@@ -285,7 +295,10 @@ class DraftModel:
             given, least = getattr(small, name), getattr(decoder, name)
             if given < least:
                 raise ConfigError(
-                    f"small.{name}", given, f"at least {least} (the decoder's {name})"
+                    f"small.{name}",
+                    given,
+                    f"at least {least} (the decoder's {name})",
+                    f"Create GraphDecoder(small_model, {name}={least}, ...).",
                 )
         if small.vocabulary <= decoder.vocabulary - _MOST_PADDING:
             raise ConfigError(
@@ -298,10 +311,11 @@ class DraftModel:
             raise ConfigError("small.num_draft_tokens", 0, "at least 1", hint)
         if small.cache.has_sources:
             raise ConfigError(
-                "small", type(small.model).__name__, "a decoder of a model without an encoder"
-            )
+                "small", type(small.model).__name__, "a decoder of a model without an encoder",
+                "Use a decoder-only model, or PromptLookup(decoder) instead of DraftModel.",
+            )  # fmt: skip
         if small is decoder:
-            allowed = "a GraphDecoder other than the target decoder"
+            allowed = "a GraphDecoder other than the decoder that verifies drafts"
             raise ConfigError("small", small, allowed, hint)
         if small.num_rows:
             raise ConfigError("small.num_rows", small.num_rows, "0", "Call small.reset() first.")
@@ -316,7 +330,7 @@ class DraftModel:
         return self._decoder.num_draft_tokens
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Run prompts."""
+        """Run prompts through the smaller model."""
         width = input_ids.shape[1]
         at = torch.arange(width, device=input_ids.device)
         begins = width - torch.tensor(lengths, device=input_ids.device)
@@ -343,7 +357,7 @@ class DraftModel:
         gone = [row for row in range(self._decoder.num_rows) if row not in remaining]
         if self._decoder.drop(gone) != list(order):
             raise InputError(
-                "order", f"order must be the return value of GraphDecoder.drop, got {order}."
+                "order", f"order must be the return value of the decoder's drop(), got {order}."
             )
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:

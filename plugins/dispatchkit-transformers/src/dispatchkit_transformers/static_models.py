@@ -26,7 +26,7 @@ _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _ADVICE = "Call the model's own generate()."
 
-# Two sequences of different lengths reveal errors for rows at different positions.
+# The sequences of a trial have different lengths, to reveal errors for rows at different positions.
 TRIALS = (((3, 5, 4, 6), (7, 2, 3)), ((1, 4, 2, 5), (6, 3, 1)), ((2, 7, 5, 1), (4, 6, 2)))
 _TRIAL_SOURCE = 6
 #: Exceptions that models raise if they are called in an unsupported way.
@@ -236,7 +236,12 @@ def probe(model: Any, max_length: int) -> Probe:
     """
     name = type(model).__name__
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
-        raise ConfigError("model", name, "a transformers model that can generate text")
+        raise ConfigError(
+            "model",
+            name,
+            "a transformers model that can generate text",
+            "Load one with AutoModelForCausalLM.from_pretrained(), for example.",
+        )
     text = _text(model)
     if model.training:
         raise in_training_mode()
@@ -257,7 +262,11 @@ def probe(model: Any, max_length: int) -> Probe:
     cache_name = next((one for one in CACHE_NAMES if one in parameters), None)
     if cache_name is None:
         raise ConfigError(
-            "model", name, f"a transformers model that accepts {' or '.join(CACHE_NAMES)}", _ADVICE
+            "model",
+            name,
+            f"a transformers model whose forward() accepts {', '.join(CACHE_NAMES[:-1])} or "
+            f"{CACHE_NAMES[-1]}",
+            _ADVICE,
         )
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     takes_positions = f"{prefix}position_ids" in parameters
@@ -266,7 +275,8 @@ def probe(model: Any, max_length: int) -> Probe:
         model=model,
         dtype=first.dtype,
         device=first.device,
-        # An additive mask saves one operation per layer, compared to a boolean mask.
+        # With DECODE_ATTENTION, additive masks save one operation per layer, compared to boolean
+        # masks. The eager implementation supports only additive masks.
         convert_mask=_same
         if attention == "sdpa"
         else functools.partial(additive, dtype=first.dtype),
@@ -293,9 +303,9 @@ def probe(model: Any, max_length: int) -> Probe:
                 "max_length",
                 max_length,
                 f"smaller for {name}",
-                "From some length on, its logits depend on the number of cached tokens (like the "
-                "attention temperature of Llama 4), which differs between the rows of a batch. "
-                f"{_ADVICE}",
+                "From some length on, its logits depend on the number of cached tokens, which "
+                "differs between the rows of a batch. One cause is an attention temperature, as in "
+                "Llama 4. Pass a smaller max_length, or call the model's own generate().",
             )
         return made
 
@@ -332,7 +342,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
 
 
 def _cause(error: Exception | None) -> str:
-    """Return a sentence about a model's exception, with a space; empty without an exception."""
+    """Return a sentence about a model's exception and a space; empty without an exception."""
     if error is None:
         return ""
     return f"It raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. "
@@ -354,7 +364,7 @@ def _depends_on_past(found: Probe, length: int) -> bool:
     if not found.takes_positions:
         return False
     token = torch.ones(1, 1, dtype=torch.int64, device=found.device)
-    # Use a second position: with only one to attend to, scaling the scores has no effect.
+    # Use the second position: with only one to attend to, scaling the scores has no effect.
     position = token.clamp(max=length - 1)
     logits = []
     for past in (0, 0, length - 1):
@@ -422,7 +432,7 @@ def trial_prompts(
 
 
 def is_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether logits (V,) differ only by rounding in a dtype."""
+    """Return whether logits (V,) differ only by rounding in ``dtype``."""
     allowed = 4 * torch.finfo(dtype).eps ** 0.5
     return bool((got - want).norm() <= allowed * (want - want.mean()).norm())
 
@@ -449,17 +459,21 @@ def _layers_of(output: Any, cache_name: str, model: str) -> tuple[list[Any], lis
     if not layers:
         raise ConfigError(
             "model",
-            f"{model}, whose cache is of type {type(cache).__name__} and has no layers",
+            model,
             "a model that returns a cache with layers",
             _ADVICE,
+            message=f"The model must return a cache with layers, but {model} returned {cache_name} "
+            f"of type {type(cache).__name__}, which has no layers.",
         )
     odd = sorted({type(one).__name__ for one in (*layers, *cross)} - set(SUPPORTED_LAYERS))
     if odd:
         raise ConfigError(
             "model",
-            f"{model}, whose cache also has layers of {', '.join(odd)}",
+            model,
             f"a model whose cache has only layers of {', '.join(SUPPORTED_LAYERS)}",
             _ADVICE,
+            message=f"The cache of {model} has layers of {', '.join(odd)}. Only layers of "
+            f"{', '.join(SUPPORTED_LAYERS)} are supported.",
         )
     return list(layers), list(cross)
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# Imported on first use, because these modules require torch and policies do not.
+# Imported on first use, because ``wrapper`` requires torch and policies do not.
 __getattr__, __dir__ = lazy_names(
     __name__, {"GraphWrapper": "wrapper", "set_forward_context": "wrapper"}
 )

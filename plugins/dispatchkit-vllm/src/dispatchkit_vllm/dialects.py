@@ -98,7 +98,7 @@ V0_13 = Dialect(
 )
 V0_33 = Dialect(
     name="vllm@0.33",
-    summary="vLLM 0.33, first model runner: keys count adapters; callers restrict the modes",
+    summary="vLLM 0.33, first model runner: keys with a number of adapters; callers restrict modes",
     relaxes_mixed_full=False,
     caps_uniform_reqs=True,
     uniform_needs_separate=True,

@@ -20,9 +20,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         keys: Keys of all slots (slots, heads, capacity + 1, head size).
         values: Values of all slots, with the shape of ``keys``.
         step_rows: The rows of the step and the positions that they write.
-        length: Number of positions that the step reads, starting at position 0.
-        window: Number of positions that a token may attend to, if the layer stores only the
-            latest positions; None if it stores all.
+        length: Number of stored positions that the step reads.
+        window: Number of latest positions that a token may attend to; None for all positions.
 
     Attributes:
         is_sliding: Whether the layer has a window (transformers' term).
@@ -79,8 +78,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
                 # Tokens after the first may be rejected drafts. Earlier tokens give them weight
                 # 0, but 0 * NaN is NaN, so a NaN here would spread to accepted tokens.
                 states = states.nan_to_num(0.0, 0.0, 0.0)
-            # Inductor compiles this assignment to an in-place write, but a scatter to a copy of all
-            # rows.
+            # Inductor compiles this assignment to an in-place write. It would compile a scatter to
+            # a copy of all rows.
             memory[slots, :, written] = states.transpose(1, 2)
         return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
 

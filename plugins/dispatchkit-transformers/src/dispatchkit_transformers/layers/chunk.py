@@ -15,7 +15,7 @@ from dispatchkit_transformers.layers.step_rows import StepRows
 
 @attrs.frozen
 class RingMask:
-    """Mask of a chunk over a ring buffer, followed by the chunk's own tokens.
+    """Mask over the entries of a ring buffer and the tokens of the chunk itself.
 
     Attributes:
         capacity: Number of positions that the ring stores.
@@ -146,7 +146,7 @@ class ChunkHybrid(ChunkStates, HybridLayer, ChunkAttention):
 
 
 def chunk_layer(layer: Any) -> Any:
-    """Return a chunk's view of the same memory as ``layer``, a step's view."""
+    """Convert a step's view of a layer to a chunk's view of the same memory."""
     if isinstance(layer, HybridLayer):
         return ChunkHybrid(*layer.banks, layer)
     if isinstance(layer, RecurrentLayer):

@@ -12,7 +12,7 @@ import torch
 #: format.
 Converter = Callable[[torch.Tensor], torch.Tensor]
 
-# The mask type of the attention part of hybrid layers. The recurrent part gets a different mask.
+# The mask type of the attention part of hybrid layers. Their recurrent part gets no mask.
 _ATTENTION_OF_HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 

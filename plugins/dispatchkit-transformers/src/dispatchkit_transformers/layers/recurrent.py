@@ -12,7 +12,7 @@ from dispatchkit_transformers.layers.step_rows import StepRows
 
 try:
     from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
-except ImportError:  # before transformers 5, each of these models has its own cache class
+except ImportError:  # before transformers 5, each recurrent model has its own cache class
     LinearAttentionCacheLayerMixin = LinearAttentionLayer = object
 
 #: States of a layer for all slots (slots, ...), by number.
@@ -32,7 +32,7 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library
     is_sliding = False
 
     def __init__(self, conv_states: States, recurrent_states: States, step_rows: StepRows) -> None:
-        # The base class's __init__ would allocate states on first use.
+        # The base class's __init__ would assign its states, which are properties here.
         self._conv_states, self._recurrent_states = conv_states, recurrent_states
         self.step_rows = step_rows
         self.number_of_states = max((*conv_states, *recurrent_states), default=-1) + 1

@@ -1,8 +1,8 @@
 """Compare the facades with golden vectors: results recorded from published dispatchers.
 
 ``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped. Each line
-has one configuration and its results. The command prints how many records of each file agree. The
-id of a record determines its kind; file names do not matter.
+is a record: usually a configuration and its results. The command prints how many records of each
+file agree. The id of a record determines its kind; file names do not matter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _check_wrapper(record: Mapping[str, Any], found: Findings) -> None:
     check_wrapper(record, found)
 
 
-#: Functions that compare a record, by the kind at the start of its id.
+#: Functions that compare a record with the facades, by kind of record (see ``kind_of``).
 CHECKS: Mapping[str, Callable[[Mapping[str, Any], Findings], None]] = MappingProxyType(
     {
         **dict.fromkeys(KINDS, check_dispatcher),
@@ -56,9 +56,10 @@ class RecordReport:
 
     Attributes:
         line: 1-based line number of the record.
-        name: Id of the record, or its line number if it has no id.
+        name: Id of the record; ``mode-enum/MODE`` for a row of the mode table, which has no id;
+            ``line N`` if the id is invalid.
         num_compared: Number of comparisons.
-        problems: Descriptions of failed comparisons; empty if the record agrees.
+        problems: Descriptions of failed comparisons, and of errors; empty if the record agrees.
     """
 
     line: int
@@ -103,7 +104,9 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
         every: Interval of compared records; 1 compares all records.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, or is not gzipped although its name ends in ``.gz``.
+        EOFError: A gzipped file is truncated.
+        UnicodeDecodeError: The file is not UTF-8.
     """
     reports = tuple(
         _check_line(number, line)
@@ -130,7 +133,9 @@ def _check_line(number: int, line: str) -> RecordReport:
         kind = kind_of(record)
         name = str(record.get("id", f"{kind}/{record.get('mode')}"))
         if kind not in CHECKS:
-            raise FormatError(f"kind must be one of {', '.join(sorted(CHECKS))}, got {kind!r}.")
+            raise FormatError(
+                f"the id must begin with one of {', '.join(sorted(CHECKS))}, got {name!r}."
+            )
         CHECKS[kind](record, found)
     except FormatError as error:
         return RecordReport(number, name, found.num_compared, (f"invalid record: {error}",))

@@ -44,10 +44,14 @@ def check_sizes(record: Record, found: Findings) -> None:
     """Compare derived and rounded capture sizes with recorded sizes."""
     _SIZES.check(record["id"], record)
     if ("error" in record) == ("sizes" in record) or ("sizes" in record) != ("max" in record):
-        raise FormatError("a record must have either the field error, or the fields sizes and max.")
+        given = [name for name in ("error", "sizes", "max") if name in record]
+        raise FormatError(
+            "a record must have either the field error, or the fields sizes and max, got "
+            f"{', '.join(given) or 'none of them'}."
+        )
     version = record["cfg"].get("version")
     if version not in _SIZES_CFG:
-        raise FormatError(f"version must be one of {sorted(_SIZES_CFG)}, got {version!r}.")
+        raise FormatError(f"cfg.version must be one of {sorted(_SIZES_CFG)}, got {version!r}.")
     cfg = _SIZES_CFG[version].check("cfg", record["cfg"])
     parallel = {
         "tensor_parallel_size": cfg["tp"],

@@ -129,14 +129,12 @@ def check_dispatcher(record: Record, found: Findings) -> None:
         allowed = Fields.of(f"id cfg {kind.parts}", kind.optional)
     allowed.check(record["id"], record)
     cfg = kind.cfg.check("cfg", record["cfg"])
-    if (
-        kind.optional
-        and not ends
-        and ("pad" in record) != bool(record["capture_order"] or _on(cfg))
-    ):
-        raise FormatError(
-            "a record must have the field pad if, and only if, a padding table is built."
-        )
+    if kind.optional and not ends:
+        has_table = bool(record["capture_order"] or _on(cfg))
+        if has_table and "pad" not in record:
+            raise FormatError("the field pad is missing, but the dispatcher has a padding table.")
+        if not has_table and "pad" in record:
+            raise FormatError("the field pad is present, but the dispatcher has no padding table.")
 
     sizes = sorted(set(cfg["sizes"]), reverse=kind.descending)
     if cfg.get("adjusted_for_query_len"):
@@ -166,7 +164,7 @@ def check_dispatcher(record: Record, found: Findings) -> None:
             found.compare("keys_before_error", before, keys_of(dispatcher))
             return
     found.compare("keys", record["keys"], keys_of(dispatcher))
-    # The newest release has its own table; the other releases read the table of the configuration.
+    # The newest dispatcher has its own table; older ones read the table of the configuration.
     table = config.compilation_config.bs_to_padded_graph_size
     table = getattr(dispatcher, "padding_table", None) or table
     for num_tokens, padded in record.get("pad", ()):
@@ -271,7 +269,9 @@ def _call(kind: Kind, dispatcher: Any, num_tokens: int, given: Record) -> Callab
 def _compare_flow(
     row: Any, kind: Kind, dispatcher: Any, cfg: Record, table: Any, found: Findings
 ) -> None:
-    """Compare the steps of a 0.11 runner, which pads if a graph may exist, then dispatches."""
+    """Compare the steps of a 0.11 or 0.11.1 runner, which pads if a graph may exist, then
+    dispatches.
+    """
     num_tokens, *expected = row
     got: list[Any] = []
     for uniform in (False, True):

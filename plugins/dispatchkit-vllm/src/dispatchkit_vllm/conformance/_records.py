@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,7 +12,7 @@ _MODE_ENUM = "mode-enum"
 
 
 class FormatError(ValueError):
-    """Raised for a record with an unknown, missing or invalid field."""
+    """A record is invalid: for example, it has an unknown field or lacks a required one."""
 
 
 @attrs.frozen
@@ -68,7 +68,11 @@ def describe(error: BaseException) -> str:
 
 
 def attempt(expected: Any, call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or ``"!Name"`` if it raises the recorded exception."""
+    """Return the result of a call.
+
+    If the call raises the recorded exception, return ``"!Name"``, as in the record. For any other
+    exception, return ``"!Name: message"``.
+    """
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - any exception is a result to compare
@@ -107,15 +111,21 @@ class Fields:
         if unknown:
             known = ", ".join(sorted(self.required | self.optional))
             raise FormatError(
-                f"{where} has unknown fields: {', '.join(unknown)}. Allowed fields: {known}."
+                f"{where} has {_fields('unknown field', unknown)}; the allowed fields are {known}."
             )
         if missing:
-            raise FormatError(f"{where} lacks the fields {', '.join(missing)}.")
+            raise FormatError(f"{where} lacks {_fields('required field', missing)}.")
         return given
+
+
+def _fields(noun: str, names: Sequence[str]) -> str:
+    return f"the {noun}{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
     """Return the kind of a record: its id up to the first slash.
+
+    Rows of the mode table have no id; their kind is ``mode-enum``.
 
     Raises:
         FormatError: The record has no valid id and is not a row of the mode table.

@@ -1,4 +1,4 @@
-"""Compare the graph manager of the second model runner, and the drafter's dispatcher."""
+"""Compare the second model runner's graph manager and the drafter's dispatcher with records."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_drafter(record: Record, found: Findings) -> None:
     if ends:
         Fields.of(f"{begins} {' '.join(ends)}").check(record["id"], record)
     else:
-        # A record has capture_cases only if keys were initialized.
+        # A record must have capture_cases only if keys were initialized.
         parts = _DRAFTER_PARTS if cfg["initialize"] else _DRAFTER_PARTS.replace("capture_cases", "")
         Fields.of(f"{begins} {parts}", "capture_cases").check(record["id"], record)
     sizes = sorted(set(cfg["sizes"]))

@@ -34,7 +34,7 @@ class _Tensor:
 
 
 class _FakeDevice:
-    """A device that records its calls as trace events."""
+    """A device that records each call as a trace event."""
 
     def __init__(self, events: list[list[Any]], pool: Any) -> None:
         self.events, self.pool = events, pool

@@ -78,7 +78,8 @@ class StepController:
             its answer.
         largest: Largest number of tokens with a graph, for a runner that looks up answers itself.
         on_activate: Function to call after a change of policy, to fill ``rows``.
-        summary: Description of the active policy, for the log; empty without a policy.
+        summary: Description of the policy that ``install`` activated, for the log; empty without
+            one, and after ``activate``.
         inactive_reason: Why the configured policy cannot act; empty if it can.
     """
 
@@ -163,8 +164,8 @@ class StepController:
         self.inactive_reason = ""
         self.summary = (
             f"Policy {policy_name(core.policy)!r} decides in {self.runner}: "
-            f"{counted(len(graphs), 'graph')}, {len(idle)} of them not chosen for batches of their "
-            f"own size; {counted(cells, 'table cell')} filled."
+            f"{counted(len(graphs), 'graph')} ({len(idle)} never chosen for a batch of the same "
+            f"size), {counted(cells, 'table cell')} filled."
         )
 
     def make(self, policy: str, **options: Any) -> PolicyCore:
