@@ -265,12 +265,14 @@ def test_the_start_says_what_decides(runner_module, monkeypatch, caplog):
     assert "8 graphs (2 never chosen for a batch of the same size)" in caplog.text
 
 
-def test_a_mode_without_graphs_is_said(runner_module, monkeypatch, caplog):
+def test_a_mode_without_graphs_is_said(runner_module, monkeypatch, caplog, tmp_path):
     ask(monkeypatch, "threshold")
     started(runner_module.GPUModelRunner(config(mode="NONE")), "NONE")
     assert "cannot act: vLLM captures no graphs (cudagraph mode NONE)" in caplog.text
     monkeypatch.setenv("DISPATCHKIT_STRICT", "1")
-    with pytest.raises(BackendUnavailableError, match="DISPATCHKIT_STRICT"):
+    monkeypatch.setenv("DISPATCHKIT_TRACE", str(tmp_path / "steps.csv"))  # a trace takes effect
+    remove = r"DISPATCHKIT_STRICT\), or remove the setting policy \(DISPATCHKIT_POLICY\)"
+    with pytest.raises(BackendUnavailableError, match=remove):
         started(runner_module.GPUModelRunner(config(mode="NONE")), "NONE")
 
 
@@ -326,7 +328,7 @@ def test_a_second_runner_of_another_form_is_said(manager_module, monkeypatch, ca
     ask(monkeypatch, "threshold")
     started(manager_module.GPUModelRunner(config()))
     assert "second model runner" in caplog.text
-    assert "older than 0.20" in caplog.text
+    assert "has no ModelCudaGraphManager, as in releases before 0.20" in caplog.text
 
 
 def test_another_runner_is_said(runner_module, monkeypatch, caplog):
@@ -334,6 +336,11 @@ def test_another_runner_is_said(runner_module, monkeypatch, caplog):
     other = SimpleNamespace(vllm_config=config(), initialize=lambda mode: None)
     started(other)
     assert "has no CUDA graph dispatcher" in caplog.text
+    assert "remove the setting policy (DISPATCHKIT_POLICY)" in caplog.text
+    monkeypatch.setenv("DISPATCHKIT_TRACE", "steps.csv")
+    started(other)
+    named = "remove the settings policy, trace (DISPATCHKIT_POLICY, DISPATCHKIT_TRACE)"
+    assert named in caplog.text
 
 
 def test_a_runner_that_decides_in_its_own_way_is_said(runner_module, monkeypatch, caplog):
@@ -425,7 +432,7 @@ def test_a_policy_that_raises_while_serving_costs_no_step(runner_module, monkeyp
         assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 4)
     assert tried(runner.execute_model(2, 2, 1)) == ("NONE", 2)
     assert runner.cudagraph_dispatcher.controller.core.fallbacks == {"policy_error": 1}
-    assert "vLLM's own dispatcher decides instead" in caplog.text
+    assert ": no idea. vLLM's own dispatcher decides instead" in caplog.text
 
 
 def test_dummy_runs_and_captures_are_answered_by_vllm(runner_module, monkeypatch):

@@ -263,5 +263,5 @@ def test_an_unknown_dialect_names_the_nearest():
     with pytest.raises(UnknownNameError) as caught:
         VllmPolicy("vllm@0.31")
     assert "vllm@0.13" in caught.value.nearest
-    with pytest.raises(ConfigError, match="dialect must be a Dialect, got 3"):
+    with pytest.raises(ConfigError, match=r"a Dialect or the name of one, .*, got 3"):
         VllmPolicy(3)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import attrs
 
+from dispatchkit.errors import counted
 from dispatchkit.keys import (
     BatchDescriptor,
     CUDAGraphMode,
@@ -33,14 +34,15 @@ _FULL, _PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 class PartialRequestError(AssertionError):
     """Raised for a uniform graph whose size is not a multiple of the query length.
 
-    It is an AssertionError, as in vLLM, and reaches callers only through the facades.
+    It is also an AssertionError, which vLLM raises in this case. The facades raise a plain
+    AssertionError with the same message.
     """
 
     def __init__(self, num_tokens: int, query_len: int) -> None:
         self.num_tokens, self.query_len = num_tokens, query_len
         super().__init__(
-            f"A uniform batch with {query_len} tokens per request cannot be padded to {num_tokens} "
-            f"tokens. Use capture sizes that are multiples of {query_len}."
+            f"A uniform batch with {query_len} tokens per request cannot be padded to "
+            f"{counted(num_tokens, 'token')}. Use capture sizes that are multiples of {query_len}."
         )
 
 
@@ -55,7 +57,8 @@ class Ladder:
         uniform_sizes: Sizes of uniform batches with several tokens per request, if the
             dialect has separate sizes for them.
         max_num_seqs: Maximum number of requests of a batch.
-        query_lens: Query lengths of uniform batches; several only for drafters.
+        query_lens: Query lengths of uniform batches. With ``Padding.SHARED``, only batches of the
+            first length have uniform graphs.
         max_loras: Maximum number of active adapters; 0 without adapters.
         specialize_lora: Whether graphs without adapters are captured as well.
         specialize_active_loras: Whether several numbers of adapters have graphs.
@@ -317,7 +320,8 @@ class Ladder:
     def exact(self, bucket: int, query_len: int, case: int) -> BatchDescriptor | None:
         """Return the most specific descriptor of a padded batch.
 
-        Return None for a uniform batch if the bucket is not a multiple of the query length.
+        If the mode has FULL graphs, return None for a uniform batch whose bucket is not a multiple
+        of the query length.
         """
         if self.dialect.uniform_needs_separate and not self.mode.separate_routine():
             query_len = 0

@@ -15,10 +15,10 @@ __all__ = ["VllmPolicy"]
 
 
 class VllmPolicy:
-    """vLLM's rule: pad to the smallest size, then try FULL, PIECEWISE and eager.
+    """vLLM's rule: pad to the smallest size that fits, then try FULL, PIECEWISE and eager.
 
-    If a key cannot run (failed, evicted, disabled or not allowed for the batch), the batch uses the
-    next mode at the same size, never a larger bucket.
+    If a key cannot run (not captured, failed, evicted, disabled or not allowed for the batch), the
+    batch uses the next mode, never a larger graph of the same mode.
 
     Args:
         dialect: A ``Dialect`` or its name.
@@ -35,7 +35,9 @@ class VllmPolicy:
             if dialect not in DIALECTS:
                 raise UnknownNameError("dialect", dialect, DIALECTS)
             dialect = DIALECTS[dialect]
-        self.dialect = check_instance(dialect, Dialect, "dialect")
+        self.dialect = check_instance(
+            dialect, Dialect, "dialect", allowed="a Dialect or the name of one, such as 'vllm'"
+        )
         self.name = dialect.name
         self.traits = dialect.traits
         self._fixed = ladder

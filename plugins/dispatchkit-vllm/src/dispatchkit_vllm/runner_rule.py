@@ -55,7 +55,7 @@ class RunnerRule:
 
 
 def current_rule() -> Policy | None:
-    """Return the runner's rule inside ``use_rule``, or None."""
+    """Return the rule set by ``use_rule``; None outside its context."""
     return _rule.get()
 
 

@@ -1,8 +1,8 @@
 """A policy in front of one of vLLM's dispatchers.
 
 vLLM's own class manages keys, captures and replays. A policy only chooses among the graphs of this
-class. vLLM's class decides a step itself if the policy is not asked, raises an error, or chooses a
-graph that cannot run. A failing policy therefore never stops the engine.
+class. vLLM's class decides a step itself if the policy is not asked, raises an error, or makes a
+choice that cannot run. A policy that fails in a step therefore does not stop the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dispatchkit import (
     load_plugins,
 )
 from dispatchkit.dispatch import policy_name
-from dispatchkit.errors import ConfigError, NoGraphError, counted
+from dispatchkit.errors import ConfigError, NoGraphError, PolicyError, counted
 
 from dispatchkit_vllm.engine.log import log
 from dispatchkit_vllm.engine.settings import EngineSettings
@@ -41,7 +41,7 @@ __all__ = [
     "refuse_learning",
 ]
 
-#: Reasons why vLLM's own dispatcher decided a step instead of the policy.
+#: Reasons, besides ``policy_error``, why vLLM's own dispatcher decided instead of the policy.
 EAGER_REFUSED, UNFIT_CHOICE = "eager_not_allowed", "unfit_choice"
 
 
@@ -87,7 +87,7 @@ class PolicyCore:
     """A policy with its decisions prepared for one model runner.
 
     Args:
-        policy: The policy that decides batches.
+        policy: The policy that decides for each batch.
         config: Sizes, limits and modes of the runner.
         graphs: Graphs that the runner captures, each with the value that the runner's ``dispatch``
             returns for it.
@@ -121,7 +121,11 @@ class PolicyCore:
         self._graphs = graphs
         self._eager = eager
         self._warned: set[str] = set()
-        self.dispatcher = Dispatcher(policy, config, lazy=True, bind=self._bind)
+        self._named = f"Policy {policy_name(policy)!r}"
+        self._fault: PolicyError | None = None
+        self.dispatcher = Dispatcher(
+            policy, config, lazy=True, bind=self._bind, on_fault=self._keep_fault
+        )
         self._check_fit(self.dispatcher.registry)
         self._dispatch = self.dispatcher.dispatch
 
@@ -133,12 +137,15 @@ class PolicyCore:
             if self._result_of(key) is not None:
                 continue
             like = [str(one) for one in self._graphs if one.num_tokens == key.num_tokens]
+            captured = "It captures no graph of that size."
+            if like:
+                captured = f"Captured graphs of that size: {'; '.join(like)}."
             raise UnfitPolicyError(
                 "policy",
                 policy_name(self.policy),
                 f"a policy for the graphs of {self.runner}",
-                f"It declares {key}, which this runner does not capture. Captured graphs of that "
-                f"size: {'; '.join(like) or 'none'}.",
+                f"It declares {key}, which this runner does not capture. {captured} Choose another "
+                "policy, such as 'vllm', or other options.",
             )
 
     def _result_of(self, key: GraphKey) -> Any:
@@ -155,8 +162,8 @@ class PolicyCore:
         if decision.reason == Reason.POLICY_ERROR:
             return None
         if decision.key is None:
-            # A cell does not depend on the number of requests. For a uniform batch, the size
-            # determines this number.
+            # A cell does not depend on the number of requests, so derive this number from the size.
+            # For a mixed batch, assume one token per request; the second runner corrects it.
             per_req = batch.query_len if batch.uniform else 1
             num_reqs = batch.num_reqs or batch.num_tokens // per_req
             return Answer(self._eager(batch, num_reqs), decision, batch, num_reqs)
@@ -169,12 +176,13 @@ class PolicyCore:
     def fill(self) -> int:
         """Fill every cell that a step can use, and return the number of filled cells.
 
-        Afterwards, steps never wait for the policy.
+        Afterwards, a step waits for the policy only if its batch has more requests than the
+        decision in its cell is valid for.
         """
         config = self.config
         cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # steps will log these faults when they occur
+            warnings.simplefilter("ignore")  # `ask` logs these faults
             for ceiling in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
                 for kind in range(config.num_query_classes):
                     for case in cases:
@@ -215,34 +223,36 @@ class PolicyCore:
             decision = self._dispatch(num_tokens, num_reqs, kind, loras, ceiling)
         except NoGraphError:
             batch = f"a batch of {counted(num_tokens, 'token')}"
-            self._fall_back(EAGER_REFUSED, f"chose eager for {batch} that must not run eager")
+            what = f"{self._named} chose eager for {batch} that must not run eager"
+            self._fall_back(EAGER_REFUSED, what)
             return None
         except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
-            self._fall_back(
-                Reason.POLICY_ERROR, f"raised {type(error).__name__}: {error}".rstrip(".")
-            )
+            what = f"{self._named} made no decision: {type(error).__name__}: {error}"
+            self._fall_back(Reason.POLICY_ERROR, what)
             return None
         answer: Answer | None = decision.plan
         if answer is not None:
             return answer
         batch = f"a batch of {counted(num_tokens, 'token')}"
         if decision.key is None:
-            what = f"raised an error or returned an invalid decision for {batch}"
-            self._fall_back(Reason.POLICY_ERROR, what)
+            what = f"{self._named} raised an error or returned an invalid decision for {batch}"
+            self._fall_back(Reason.POLICY_ERROR, what if self._fault is None else str(self._fault))
         else:
-            self._fall_back(UNFIT_CHOICE, f"chose {decision.key}, which cannot serve {batch}")
+            what = f"{self._named} chose {decision.key}, which cannot serve {batch}"
+            self._fall_back(UNFIT_CHOICE, what)
         return None
+
+    def _keep_fault(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
+        self._fault = error
 
     def _fall_back(self, reason: str, what: str) -> None:
         self.fallbacks[reason] += 1
         if reason not in self._warned:
             self._warned.add(reason)
             log.warning(
-                "Policy %r %s. vLLM's own dispatcher decides instead. Further cases are not "
-                "logged, but counted as %r.",
-                policy_name(self.policy),
-                what,
-                reason,
+                "%s. vLLM's own dispatcher decides instead. Further cases are not logged; metrics "
+                "count these steps with reason 'vllm'.",
+                what.rstrip(" .:"),
             )
 
 
@@ -267,5 +277,6 @@ def refuse_learning(policy: Policy, world_size: int) -> None:
             "policy",
             policy_name(policy),
             f"a policy that does not learn if there are {world_size} ranks",
-            "Each rank would measure different times, and ranks with different decisions hang.",
+            "Each rank would measure different times, and ranks with different decisions hang. "
+            "Choose a policy without an observe() method, such as 'vllm'.",
         )

@@ -15,7 +15,8 @@ class StepCount:
 
     Attributes:
         mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
-        reason: ``hit``, or the reason of an eager step.
+        reason: Reason of the policy's decision, such as ``hit``; ``vllm`` if vLLM's own dispatcher
+            decided; ``agreed_by_ranks`` if it decided again after the ranks had agreed on a shape.
         steps: Number of these steps.
         real_tokens: Total tokens before padding.
         padded_tokens: Total tokens after padding.

@@ -26,7 +26,7 @@ DISPATCHER = "CudagraphDispatcher"
 RUNNER = "vLLM's first model runner"
 
 _COMMON_ARGUMENTS = {"self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras"}
-#: Arguments that disable FULL graphs: in 0.12, and in 0.13 to 0.16.
+#: The argument that disables FULL graphs in 0.12, and the one in 0.13 to 0.16.
 _FLAGS = ("use_cascade_attn", "disable_full")
 #: Arguments for sets of modes, from 0.17 on.
 _SETS = {"valid_modes", "invalid_modes"}
@@ -46,7 +46,7 @@ def unsupported_reason(original: Any) -> str:
     unknown = takes - _COMMON_ARGUMENTS - _SETS - set(_FLAGS)
     if unknown or len(ways) != 1:
         shown = ", ".join(sorted(takes - {"self"}))
-        return f"its {DISPATCHER}.dispatch has unsupported arguments ({shown})"
+        return f"its {DISPATCHER}.dispatch has an unsupported combination of arguments ({shown})"
     return ""
 
 
@@ -99,7 +99,7 @@ def dispatcher_class(original: type[Any]) -> type[Any]:
     return PolicyDispatcher
 
 
-# -- dispatch, as the releases call it --------------------------------------------------
+# -- dispatch, by release ---------------------------------------------------------------
 
 
 def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
@@ -253,7 +253,7 @@ def _key(mode: RuntimeMode, descriptor: Any, query_len: int, counts: bool) -> Gr
 
 
 def _patch_runner(module: ModuleType) -> None:
-    """Patch the runner class to open and close steps, and to measure forward passes."""
+    """Patch the runner class to open and close steps, mark dummy runs and time forward passes."""
     runner = module.GPUModelRunner
     if hasattr(runner, "dispatchkit_patched"):
         return

@@ -40,9 +40,9 @@ def unsupported_reason(module: ModuleType) -> str:
     takes = set(inspect.signature(original.dispatch).parameters) - {"self"}
     if not _NEEDED <= takes or takes - _NEEDED - _LATER:
         shown = ", ".join(sorted(takes))
-        return f"its {MANAGER}.dispatch has unsupported arguments ({shown})"
+        return f"its {MANAGER}.dispatch has an unsupported combination of arguments ({shown})"
     if not hasattr(module, _STEP):
-        return f"it does not call {_STEP}"
+        return f"its module has no {_STEP}"
     return ""
 
 
@@ -91,7 +91,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             _install(self, original, later)
 
         def capture(self, model: Any, *args: Any, **options: Any) -> Any:
-            """Capture graphs as vLLM does, then let the policy decide and measure steps."""
+            """Capture graphs as vLLM does, then apply the policy to the steps that follow."""
             found = super().capture(model, *args, **options)
             self._model = model
             self._apply_policy()
@@ -100,7 +100,7 @@ def manager_class(original: type[Any]) -> type[Any]:
         def _apply_policy(self) -> None:
             """Cache the active policy's answers, and measure eager steps if the policy learns."""
             controller, timer = self.controller, self.controller.timer
-            # With varying query lengths, the arguments of `dispatch` do not identify a row.
+            # With varying query lengths, `uniform_token_count` does not identify a row.
             if controller.core is not None and not self._varies:
                 row = controller.core.dispatcher.row
                 controller.rows = {

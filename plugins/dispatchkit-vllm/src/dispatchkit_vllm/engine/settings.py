@@ -16,6 +16,7 @@ __all__ = ["OPTIONS", "EngineSettings"]
 _PREFIX = "DISPATCHKIT_"
 #: Key of these settings in ``additional_config``.
 OPTIONS = "dispatchkit"
+_OPTIONS = 'a JSON object or a dict with str keys, such as {"max_tokens": 64}'
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
@@ -26,10 +27,10 @@ def _options(value: Any) -> dict[str, Any]:
             value = json.loads(value) if value.strip() else {}
         except ValueError as error:
             raise ConfigError(
-                "policy_options", value, "a JSON object", f"The JSON error is: {error}."
+                "policy_options", value, _OPTIONS, f"The JSON error is: {error}."
             ) from error
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ConfigError("policy_options", value, 'a JSON object, such as {"max_tokens": 64}')
+        raise ConfigError("policy_options", value, _OPTIONS)
     return dict(value)
 
 
@@ -53,15 +54,15 @@ class EngineSettings:
 
     Attributes:
         policy: Name of the policy that decides; empty for vLLM's own dispatcher.
-        policy_options: Options that the policy is created with.
-        strict: Whether to fail at start-up if the configured policy cannot act. Otherwise, a
-            warning is logged.
+        policy_options: Options that the policy is created with, as a dict or as the text of a JSON
+            object.
+        strict: Whether to fail at start-up if the configured policy cannot act, or if steps cannot
+            be recorded or counted. Otherwise, a warning is logged.
         trace: File to record steps to; empty to disable recording.
         metrics: Port or text file for Prometheus metrics; empty to disable them.
 
     Raises:
         ConfigError: A setting has an invalid value.
-        UnknownNameError: ``additional_config`` or the environment has an unknown setting.
     """
 
     policy: str = attrs.field(default="", converter=_text)
@@ -86,6 +87,10 @@ class EngineSettings:
         Args:
             environ: Environment variables.
             additional_config: vLLM's ``additional_config``; ignored unless it is a mapping.
+
+        Raises:
+            ConfigError: A setting has an invalid value.
+            UnknownNameError: ``additional_config`` or the environment has an unknown setting.
         """
         names = [field.name for field in attrs.fields(cls)]
         for variable in environ:
@@ -106,7 +111,7 @@ class EngineSettings:
             raise ConfigError(
                 f"additional_config[{OPTIONS!r}]",
                 own,
-                "a mapping from the names of settings to their values",
+                'a dict of settings, such as {"policy": "vllm"}',
             )
         for name in own:
             if name not in names:

@@ -1,7 +1,7 @@
 """Write the steps of a rank to a file, from a background thread.
 
-Once a second, the thread appends the new rows in one write, as one gzip member. If the process is
-killed, the file still ends with a complete row.
+Once a second, the thread appends the new rows; in a compressed file, as one gzip member. If the
+process is killed between these writes, the file ends with a complete row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepLog:
     Raises:
         TraceError: The file cannot be written.
 
-    Thread safety: one thread may add steps.
+    Thread safety: only one thread may add steps; any thread may flush or close.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, period_s: float = _PERIOD_S) -> None:
@@ -88,7 +88,7 @@ class StepLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether the log accepts rows."""
+        """Whether the log has not been closed."""
         return not self._ended.is_set()
 
     def flush(self) -> None:
@@ -99,14 +99,17 @@ class StepLog:
             del self._rows[:count]
             if not rows or self._fault:
                 return
+            written = self._num_steps
             try:
                 self._write("".join(self._lines(rows)))
             except (OSError, ValueError) as error:
                 self._fault = str(error)
                 log.warning(
-                    "Recording to %s stopped after %s: %s. Serving continues.",
+                    "Recording to %s stopped after %s: %s. Serving continues. To record again, "
+                    "remove the cause, or change the setting trace (DISPATCHKIT_TRACE), and "
+                    "restart vLLM.",
                     self.path,
-                    counted(self._num_steps, "step"),
+                    counted(written, "step"),
                     error,
                 )
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import attrs
 
 from dispatchkit import Batch, Decision, Dispatcher, Outcome
+from dispatchkit.dispatch import policy_name
 
 from dispatchkit_vllm.engine.core import Answer
 from dispatchkit_vllm.engine.log import log
@@ -28,7 +29,7 @@ class Clock(Protocol):
     name: str
 
     def is_busy(self) -> bool:
-        """Return whether earlier work is unfinished."""
+        """Return whether earlier work on the current stream is unfinished."""
         ...
 
     def new_mark(self) -> Any:
@@ -59,7 +60,7 @@ class DeviceClock:
         self._cuda = torch.cuda
 
     def is_busy(self) -> bool:
-        """Return whether the current stream has work."""
+        """Return whether the current stream has unfinished work."""
         return not self._cuda.current_stream().query()
 
     def new_mark(self) -> Any:
@@ -93,7 +94,7 @@ class HostClock:
         return [0]
 
     def set_mark(self, mark: list[int]) -> None:
-        """Store the current time."""
+        """Store the current time in a mark."""
         mark[0] = time.perf_counter_ns()
 
     def is_reached(self, mark: list[int]) -> bool:
@@ -197,7 +198,8 @@ class StepTimer:
                     self._dispatcher.observe(outcome)
             except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
                 log.warning(
-                    "The policy did not learn from a step, because it raised %s: %s",
+                    "Policy %r did not learn from a step, because it raised %s: %s",
+                    policy_name(self._dispatcher.policy),
                     type(error).__name__,
                     error,
                 )

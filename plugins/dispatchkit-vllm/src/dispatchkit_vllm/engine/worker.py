@@ -1,7 +1,7 @@
-"""Log the active policy when a worker has created its graphs, or why no policy acts.
+"""Log the active policy when a worker has initialized its model runner, or why no policy acts.
 
-The worker warms up afterwards. In the second model runner, warmup steps look like steps that serve
-requests, so they are treated as dummy runs.
+Afterwards, the worker warms up and captures. In the second model runner, warmup steps look like
+steps that serve requests, so they are treated as dummy runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WARM_UP = "compile_or_warm_up_model"
 
 
 def attach(module: ModuleType) -> None:
-    """Make workers report when they have created their graphs."""
+    """Make workers report when they have initialized their model runners."""
     wrapper = getattr(module, _WRAPPER)
     own = getattr(wrapper, _METHOD)
     if hasattr(own, "replaces"):
@@ -63,7 +63,8 @@ def report(runner: Any, vllm_config: Any) -> None:
     """Log the active policy and recorder of a model runner.
 
     Raises:
-        BackendUnavailableError: The configured policy cannot act, and ``strict`` is set.
+        BackendUnavailableError: The configured policy cannot act, or steps cannot be recorded or
+            counted, and ``strict`` is set.
         UnknownNameError: No policy has the configured name.
         ConfigError: A setting or an option of the policy is invalid.
     """
@@ -79,18 +80,23 @@ def report(runner: Any, vllm_config: Any) -> None:
             log.info("Steps are recorded to %s.", controller.log.path)
         return
     check_policy(settings)  # no policy was created, but invalid options must raise an error
-    text = f"Steps cannot be recorded: {reason}."
-    names = "the settings trace and metrics (DISPATCHKIT_TRACE, DISPATCHKIT_METRICS)"
+    names = [
+        name for name in ("policy", "policy_options", "trace", "metrics") if getattr(settings, name)
+    ]
+    text = f"Steps cannot be recorded or counted: {reason}."
     if settings.policy:
         text = f"Policy {settings.policy!r} is configured but cannot act: {reason}. "
         text += "vLLM's own dispatcher decides."
-        names = "the setting policy (DISPATCHKIT_POLICY)"
+        if controller is not None and reason == controller.inactive_reason:
+            names = [name for name in names if name.startswith("policy")]  # others take effect
+    variables = ", ".join(f"DISPATCHKIT_{name.upper()}" for name in names)
+    remove = f"remove the setting{'s' * (len(names) > 1)} {', '.join(names)} ({variables})"
     if settings.strict:
         raise BackendUnavailableError(
-            f"{text} To start anyway, turn off the setting strict (DISPATCHKIT_STRICT) or remove "
-            f"{names}."
+            f"{text} To start anyway, turn off the setting strict (DISPATCHKIT_STRICT), or "
+            f"{remove}."
         )
-    log.warning("%s", text)
+    log.warning("%s To avoid this warning, %s.", text, remove)
 
 
 def inactive_reason(runner: Any) -> str:
@@ -104,17 +110,21 @@ def inactive_reason(runner: Any) -> str:
     version = getattr(sys.modules.get("vllm"), "__version__", "(unknown version)")
     dispatcher = getattr(runner, "cudagraph_dispatcher", None)
     if dispatcher is not None:
-        unknown = (
-            first.unsupported_reason(type(dispatcher))
-            or f"its runner imported {first.DISPATCHER} before dispatchkit was loaded"
-        )
-        return f"vLLM {version} is not supported: {unknown}"
+        unknown = first.unsupported_reason(type(dispatcher))
+        if unknown:
+            return f"vLLM {version} is not supported: {unknown}"
+        return f"vLLM's runner imported {first.DISPATCHER} before dispatchkit was loaded"
     module = sys.modules.get(type(runner).__module__)
     if module is not None and hasattr(module, second.MANAGER):
-        unknown = second.unsupported_reason(module) or "it created no graph manager"
-        return f"the second model runner of vLLM {version} is not supported: {unknown}"
+        unknown = second.unsupported_reason(module)
+        if unknown:
+            return f"the second model runner of vLLM {version} is not supported: {unknown}"
+        return f"the second model runner of vLLM {version} created no {second.MANAGER}"
     if hasattr(runner, "cudagraph_manager"):
-        return f"the second model runner of vLLM {version} is not supported: it is older than 0.20"
+        return (
+            f"the second model runner of vLLM {version} is not supported: "
+            f"{type(runner).__module__} has no {second.MANAGER}, as in releases before 0.20"
+        )
     return f"{type(runner).__module__}.{type(runner).__name__} has no CUDA graph dispatcher"
 
 

@@ -1,13 +1,15 @@
 """Classes with vLLM's names and results, built on dispatchkit.
 
-There is one module per release and variant:
+There is one module per interface. A module with a version is named after a release that has the
+interface:
 
 - ``v0_11``, ``v0_11_1``, ``v0_13``, ``v0_33``: ``CudagraphDispatcher``, ``BatchDescriptor``,
   ``CUDAGraphWrapper``, ``CUDAGraphOptions``, ``CUDAGraphEntry``, ``CUDAGraphMode``;
-- ``v0_12``, ``v0_15``, ``v0_16``: the dispatchers of the other releases;
+- ``v0_12``, ``v0_15``, ``v0_16``: only ``CudagraphDispatcher``, ``BatchDescriptor`` and
+  ``CUDAGraphMode``;
 - ``v0_33_manager``: ``CudaGraphManager`` of the second model runner;
-- ``drafter``: several uniform query lengths;
-- ``lora_count``: one graph for each number of active adapters;
+- ``drafter``: a dispatcher with several uniform query lengths;
+- ``lora_count``: a dispatcher with one graph for each number of active adapters;
 - ``policies``: classes with the names of a third-party dispatcher.
 
 ``dispatcher_for`` returns the facade of a published class. This package exports the names of

@@ -40,8 +40,8 @@ def query_len(vllm_config: Any) -> int:
     if count is None and (
         speculative is not None or not hasattr(vllm_config, "speculative_config")
     ):
-        # In the newest releases, the number of speculative tokens is an attribute of the
-        # configuration.
+        # In the newest releases, the number of speculative tokens is an attribute of
+        # ``vllm_config`` itself.
         count = getattr(vllm_config, "num_speculative_tokens", None)
     return 1 + int(count or 0)
 

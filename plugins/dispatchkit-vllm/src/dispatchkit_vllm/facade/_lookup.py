@@ -28,7 +28,7 @@ class FacadeBase:
     """
 
     dialect: ClassVar[Dialect]
-    # The types of results; inside vLLM, these are vLLM's types.
+    # The types of results; ``dispatcher_for`` replaces them with the types of a vLLM release.
     mode_type: ClassVar[Any] = CUDAGraphMode
     descriptor_type: ClassVar[Any]
 

@@ -146,7 +146,7 @@ class PaddingDispatcher(FacadeBase):
     # -- the step -----------------------------------------------------------------------
 
     def _runs_eager(self, num_tokens: int) -> bool:
-        """Return whether a batch runs eager because no graph can serve its number of tokens."""
+        """Return whether no batch of this number of tokens can replay a graph."""
         if not self.keys_initialized or self.cudagraph_mode is self._none:
             return True
         # Read the configuration in each call, as vLLM does.
@@ -220,7 +220,7 @@ class PaddingDispatcher(FacadeBase):
         if RuntimeMode.NONE not in ALLOWED_MODES[allowed]:
             raise AssertionError(
                 f"No graph serves {counted(num_tokens, 'token')}, and eager is not allowed. "
-                "Allow NONE for this batch."
+                "Add NONE to valid_modes, or remove it from invalid_modes."
             )
         return self._eager(num_tokens)
 

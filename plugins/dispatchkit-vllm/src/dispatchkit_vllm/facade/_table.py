@@ -35,8 +35,8 @@ class TableDispatcher(PaddingDispatcher):
             if isinstance(size, int) and size < len(table) and table[size] != size:
                 raise ValueError(
                     f"compile_sizes contains {size}, but batches of {counted(size, 'token')} are "
-                    f"padded to {table[size]}. Add {size} to the capture sizes, or remove it from "
-                    f"compile_sizes."
+                    f"padded to {table[size]}. Add {size} to cudagraph_capture_sizes, or remove it "
+                    "from compile_sizes."
                 )
         return table
 

@@ -38,8 +38,8 @@ def use_device(device: Any) -> None:
     """Set the device for wrappers created after this call.
 
     Args:
-        device: A backend, its name (``"cuda"``, ``"tape"``) or a WrapperDevice. All wrappers of a
-            device share its pool.
+        device: A backend, its name (``"cuda"``, ``"tape"``) or a WrapperDevice. Wrappers of a
+            backend share one pool; a WrapperDevice chooses the pools.
     """
     _device[:] = [device if hasattr(device, "weak_ref") else BackendDevice(device)]
 
@@ -107,12 +107,14 @@ class CUDAGraphWrapper(GraphWrapper):
     def _context_is_available(self) -> bool:
         found = super()._context_is_available()
         if not found and _vllm_has_context():
-            _context_warning.warn(_FOREIGN_CONTEXT)
+            _context_warning.warn(
+                f"{_FOREIGN_CONTEXT}, so the callable runs without a graph. {_SET_CONTEXT}"
+            )
         return found
 
     def _get_context(self) -> Any:
         if not super()._context_is_available() and _vllm_has_context():
-            raise NoForwardContextError(_FOREIGN_CONTEXT)
+            raise NoForwardContextError(f"{_FOREIGN_CONTEXT}. {_SET_CONTEXT}")
         return super()._get_context()
 
     @property
@@ -124,9 +126,12 @@ class CUDAGraphWrapper(GraphWrapper):
 class _Absent:
     """An attribute that a release lacks, so the wrapper looks up the name on the callable."""
 
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
     def __get__(self, instance: object, owner: type[Any]) -> Any:
         raise AttributeError(
-            f"{owner.__name__} has no attribute of this name in this release of vLLM"
+            f"{owner.__name__} has no attribute {self._name!r}, like vLLM's wrapper of this release"
         )
 
 
@@ -142,10 +147,9 @@ class OldCUDAGraphWrapper(CUDAGraphWrapper):
 
 
 _FOREIGN_CONTEXT = (
-    "vLLM's forward context is set, but this wrapper reads only dispatchkit's context. Run the "
-    "step inside dispatchkit_vllm.wrapper.set_forward_context; otherwise, the callable runs "
-    "without a graph."
+    "vLLM's forward context is set, but this wrapper reads only dispatchkit's context"
 )
+_SET_CONTEXT = "Run the step inside dispatchkit_vllm.wrapper.set_forward_context."
 
 
 class _WarnOnce:

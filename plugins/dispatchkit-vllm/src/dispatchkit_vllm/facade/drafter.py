@@ -34,8 +34,10 @@ class CudagraphDispatcher(LookupDispatcher):
     """The dispatcher with several uniform query lengths.
 
     Args:
-        vllm_config: vLLM's configuration, or any object with the same attributes. Sizes of
-            uniform batches are ``compilation_config.uniform_cudagraph_capture_sizes``.
+        vllm_config: vLLM's configuration, or any object with the same attributes. The graphs of
+            uniform batches with several tokens per request have the sizes in
+            ``compilation_config.uniform_cudagraph_capture_sizes``, or the sizes of mixed batches if
+            ``disable_cudagraph_uniform_alignment`` is set.
         is_drafter: Whether the dispatcher serves a drafter, whose eager batches are not padded
             for sequence parallelism.
 
@@ -68,8 +70,8 @@ class CudagraphDispatcher(LookupDispatcher):
         """Register the keys of a mode. Keys of earlier calls stay registered.
 
         Raises:
-            AssertionError: Query lengths are missing or not positive, or an aligned size is not a
-                multiple of each query length.
+            AssertionError: Query lengths are missing or not positive integers, or an aligned size
+                is not a multiple of each query length.
         """
         lens = uniform_query_lens
         query_lens = [lens] if isinstance(lens, int) else list(lens)
@@ -82,9 +84,9 @@ class CudagraphDispatcher(LookupDispatcher):
                 odd = [size for size in self._aligned if query_len > 1 and size % query_len]
                 if odd:
                     raise AssertionError(
-                        f"Uniform capture sizes {odd} are not multiples of the query length "
-                        f"{query_len}. Round them to multiples, or set "
-                        "disable_cudagraph_uniform_alignment."
+                        "uniform_cudagraph_capture_sizes must contain only multiples of the query "
+                        f"length {query_len}, but contains {', '.join(map(str, odd))}. Use "
+                        "multiples, or set disable_cudagraph_uniform_alignment."
                     )
         mode = CUDAGraphMode.parse(cudagraph_mode)
         self.cudagraph_mode = self.mode_type[mode.name]
@@ -125,10 +127,16 @@ class CudagraphDispatcher(LookupDispatcher):
                 [] if mode.name == "NONE" else sorted(self.cudagraph_capture_sizes, reverse=True)
             )
             return sizes, [BatchDescriptor(size) for size in sizes], mode
-        if uniform_query_len not in self.uniform_cudagraph_capture_sizes:
+        known = sorted(self.uniform_cudagraph_capture_sizes)
+        if uniform_query_len not in known:
+            if not known:
+                raise AssertionError(
+                    f"No uniform graphs are registered (mode {self.cudagraph_mode.name}). Pass "
+                    "uniform_decode=False, or call initialize_cudagraph_keys() with a mode that "
+                    "has uniform graphs, such as FULL_AND_PIECEWISE."
+                )
             raise AssertionError(
-                f"uniform_query_len must be one of "
-                f"{sorted(self.uniform_cudagraph_capture_sizes)}, got {uniform_query_len}."
+                f"uniform_query_len must be one of {known}, got {uniform_query_len}."
             )
         sizes = sorted(self.uniform_cudagraph_capture_sizes[uniform_query_len], reverse=True)
         descriptors = [BatchDescriptor(size, True, uniform_query_len) for size in sizes]
@@ -154,13 +162,13 @@ class CudagraphDispatcher(LookupDispatcher):
         """Return the padded number of tokens, and whether it is a capture size.
 
         Raises:
-            AssertionError: The query length is not one of ``uniform_query_lens``.
+            AssertionError: The query length is neither 0 nor one of ``uniform_query_lens``.
         """
         if uniform_query_len and uniform_query_len not in self.uniform_query_lens:
-            raise AssertionError(
-                f"uniform_query_len must be one of {self.uniform_query_lens}, got "
-                f"{uniform_query_len}."
-            )
+            allowed = "0 before initialize_cudagraph_keys() is called"
+            if self.uniform_query_lens:
+                allowed = f"0 or one of {self.uniform_query_lens}"
+            raise AssertionError(f"uniform_query_len must be {allowed}, got {uniform_query_len}.")
         if uniform_query_len <= 1:
             if num_tokens < len(self._table):
                 return self._table[num_tokens], True
@@ -171,7 +179,7 @@ class CudagraphDispatcher(LookupDispatcher):
     def get_local_batch_description(
         self, num_scheduled_tokens: int, num_reqs: int, max_query_len: int
     ) -> tuple[int, bool, int]:
-        """Return the tokens on this rank, whether the batch is uniform, and its query length."""
+        """Return a batch's padded number of tokens, whether it is uniform, and its query length."""
         uniform, query_len = self.calculate_uniform_decode(
             num_scheduled_tokens, num_reqs, max_query_len
         )
@@ -193,7 +201,7 @@ class CudagraphDispatcher(LookupDispatcher):
     ) -> tuple[Any, BatchDescriptor | None, int]:
         """Return the runtime mode, the descriptor and the number of input tokens of a batch.
 
-        The number of tokens is padded even if no graph serves the batch.
+        The number of tokens may be padded even if no graph serves the batch.
         """
         num_tokens, uniform, query_len = self.get_local_batch_description(
             num_scheduled_tokens, num_reqs, max_query_len

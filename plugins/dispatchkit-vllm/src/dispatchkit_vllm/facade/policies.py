@@ -114,7 +114,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
     """Return the key with ``num_tokens`` rounded up to a multiple of ``pad_to``.
 
     Raises:
-        ConfigError: ``pad_to`` is not a positive number.
+        ConfigError: ``pad_to`` is not a positive whole number.
     """
     pad_to = check_count(pad_to, "pad_to")
     return attrs.evolve(key, num_tokens=-(-key.num_tokens // pad_to) * pad_to)
@@ -144,7 +144,7 @@ class DispatchPolicy(abc.ABC):
 
     @abc.abstractmethod
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Return whether a batch must replay a graph."""
+        """Return whether a batch should replay a graph."""
 
     @abc.abstractmethod
     def select_mode(
@@ -162,7 +162,7 @@ class DefaultDispatchPolicy(DispatchPolicy):
         prefer_piecewise: Whether to prefer PIECEWISE over FULL if both have a graph.
 
     Raises:
-        ConfigError: The range is empty, or a limit is not a number.
+        ConfigError: The range is empty, or a limit is not a whole number in its valid range.
     """
 
     def __init__(
@@ -325,7 +325,8 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     """A policy that learns from latencies, implemented by dispatchkit-adaptive.
 
     Args:
-        history_size: Number of latencies to store per key and mode, at least 8.
+        history_size: Approximate number of latest latencies per key and mode that determine an
+            estimate, at least 8.
 
     Raises:
         ConfigError: ``history_size`` is invalid.
@@ -346,12 +347,16 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         """Record the latency of a batch in a mode; use the same unit in all calls.
 
         Raises:
-            ConfigError: The latency is not a positive number.
+            ConfigError: The latency is not a finite number above 0.
         """
         self._learner.record(key, mode, latency)
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Return whether a graph exists and eager is not known to be faster."""
+        """Return whether a graph exists and eager is not known to be faster.
+
+        Once the latencies of both are known, one in 64 calls for a key returns the slower choice,
+        so that its latency is measured again.
+        """
         return bool(self._learner.should_use_graph(key, graph_available))
 
     def select_mode(
@@ -367,15 +372,15 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
 
 
 class CompositeDispatcher:
-    """A group of dispatchers that are tried in order of priority.
+    """A group of dispatchers that are tried in order of priority, highest first.
 
     The first dispatcher with a graph for the key runs the batch. If no dispatcher has a graph, the
-    first dispatcher runs the batch eager. Dispatchers with equal priority are tried in the order in
-    which they were added.
+    dispatcher with the highest priority runs the batch. Dispatchers with equal priority are tried
+    in the order in which they were added.
 
     Attributes:
-        faults: Number of errors raised by each dispatcher's ``has_graph``. After an error, the
-            dispatcher is skipped for that batch.
+        faults: Number of errors raised by each dispatcher's ``has_graph``, by the dispatcher's
+            name. After an error, the dispatcher counts as having no graph for that batch.
     """
 
     def __init__(self) -> None:
@@ -398,7 +403,9 @@ class CompositeDispatcher:
         self._members.sort(key=lambda member: member[:2])
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Run a batch in the first dispatcher that has a graph for it, and return the result.
+        """Run a batch in the first dispatcher that has a graph for its key; return the result.
+
+        Without such a dispatcher, the one with the highest priority runs the batch.
 
         An exception from the batch propagates to the caller, so that no batch runs twice.
 
@@ -419,13 +426,17 @@ class CompositeDispatcher:
             return bool(dispatcher.has_graph(key))
         except Exception:  # noqa: BLE001 - a failing member must not stop the others
             self.faults[name] += 1
-            _log.exception("Dispatcher %r raised an error and was skipped for %s", name, key)
+            _log.exception(
+                "has_graph of dispatcher %r raised an error, which counts as no graph for %s",
+                name,
+                key,
+            )
             return False
 
 
 @attrs.frozen
 class _Cache:
-    """A stream and the keys of its cached graphs, in the form that a lane policy reads."""
+    """A stream and the keys of its batches, in the form that a lane policy reads."""
 
     index: int
     keys: set[GraphKey] = attrs.field(factory=set)
@@ -433,7 +444,7 @@ class _Cache:
     unfinished_tokens: int = 0
 
     def holds(self, key: GraphKey) -> bool:
-        """Return whether a graph is cached on the stream."""
+        """Return whether a batch with this key has run on the stream."""
         return key in self.keys
 
 

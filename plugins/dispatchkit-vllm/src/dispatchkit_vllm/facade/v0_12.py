@@ -22,9 +22,9 @@ class CudagraphDispatcher(v0_13.CudagraphDispatcher):
 
         Args:
             num_tokens: Number of unpadded tokens.
-            uniform_decode: Whether each request has exactly the query length of decode steps.
+            uniform_decode: Whether each request has exactly ``uniform_decode_query_len`` tokens.
             has_lora: Whether adapters are active.
-            use_cascade_attn: Whether to exclude FULL graphs.
+            use_cascade_attn: Whether the batch uses cascade attention, which excludes FULL graphs.
 
         Raises:
             AssertionError: The bucket of a uniform batch is not a multiple of the query length.

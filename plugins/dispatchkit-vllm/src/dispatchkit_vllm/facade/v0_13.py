@@ -72,7 +72,7 @@ class CudagraphDispatcher(PaddingDispatcher):
 
         Args:
             num_tokens: Number of unpadded tokens.
-            uniform_decode: Whether each request has exactly the query length of decode steps.
+            uniform_decode: Whether each request has exactly ``uniform_decode_query_len`` tokens.
                 vLLM's runner determines this from shapes, so it may be true for the last chunk of
                 a prompt.
             has_lora: Whether adapters are active.

@@ -40,7 +40,7 @@ class CudagraphDispatcher(TableDispatcher):
 
         Args:
             num_tokens: Number of unpadded tokens.
-            uniform_decode: Whether each request has exactly the query length of decode steps.
+            uniform_decode: Whether each request has exactly ``uniform_decode_query_len`` tokens.
             has_lora: Whether adapters are active.
             disable_full: Whether to exclude FULL graphs.
             num_active_loras: Number of active adapters.

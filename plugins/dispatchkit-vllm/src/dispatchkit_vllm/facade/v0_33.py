@@ -72,7 +72,7 @@ class CudagraphDispatcher(TableDispatcher):
 
         Args:
             num_tokens: Number of unpadded tokens.
-            uniform_decode: Whether each request has exactly the query length of decode steps.
+            uniform_decode: Whether each request has exactly ``uniform_decode_query_len`` tokens.
             has_lora: Whether adapters are active.
             num_active_loras: Number of active adapters.
             valid_modes: Modes to choose from; empty or None for all. If this is a mutable set,
@@ -101,7 +101,11 @@ class CudagraphDispatcher(TableDispatcher):
         if invalid_modes:
             modes -= invalid_modes  # in place if the caller's set is mutable, as in vLLM
         if not modes:
-            raise AssertionError("invalid_modes excludes all valid modes. Allow at least one mode.")
+            excluded = ", ".join(sorted(mode.name for mode in invalid_modes or ()))
+            raise AssertionError(
+                f"invalid_modes ({excluded}) excludes all valid modes. Remove a mode from it, or "
+                "add another mode to valid_modes."
+            )
         frozen = frozenset(modes)  # returns a frozenset unchanged
         code = self._codes.get(frozen)
         if code is None:

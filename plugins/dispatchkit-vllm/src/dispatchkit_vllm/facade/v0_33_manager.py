@@ -45,7 +45,7 @@ class CudaGraphManager:
 
     Attributes:
         graphs: The caller's captured graphs, by descriptor.
-        graphs_captured: Whether captures are complete; all batches run eager before that.
+        graphs_captured: Whether the caller has captured all graphs; batches run eager before that.
     """
 
     mode_type: Any = CUDAGraphMode
