@@ -102,8 +102,13 @@ def test_what_cannot_be_shown_is_refused(tmp_path):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="a free port"):
-            engine.EngineExport(str(taken.getsockname()[1]))
-    for where in (str(tmp_path / "missing" / "engine.prom"), "70000", 9000):
-        with pytest.raises(ConfigError, match="metrics"):
+        port = taken.getsockname()[1]
+        for rank, shown in (
+            (0, f"port {port}:"),
+            (1, rf"port {port} \({port - 1} plus the rank\):"),
+        ):
+            with pytest.raises(ConfigError, match=f"{shown} .* Pass a free port"):
+                engine.EngineExport(str(port - rank), rank=rank)
+    for where in (str(tmp_path / "missing" / "engine.prom"), "", "70000", 9000):
+        with pytest.raises(ConfigError, match=r"Cannot export metrics to .*[^.]\. Pass a"):
             engine.EngineExport(where)

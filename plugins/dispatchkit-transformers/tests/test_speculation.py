@@ -430,7 +430,7 @@ def test_rows_of_an_interrupted_step_go_on_only_from_where_they_were(name, monke
         for call in (decoder.step, decoder.logits, partial(decoder.verify, drafts)):
             with pytest.raises(InputError, match=r"may be incomplete.*truncate"):
                 call()
-        with pytest.raises(InputError, match="A step of the 1 row was interrupted"):
+        with pytest.raises(InputError, match="A step with 1 row was interrupted"):
             decoder.admit(prompt_of(4))
         decoder.truncate(decoder.row_lengths)
         decoder.tokens = torch.tensor(said[-1:])
@@ -456,10 +456,14 @@ def test_a_half_done_step_of_recurrent_layers_cannot_be_taken_back():
         decoder.step()
     hook.remove()
     for call in (decoder.step, lambda: decoder.truncate(decoder.row_lengths)):
-        with pytest.raises(InputError, match=r"Call reset\(\) and admit"):
+        with pytest.raises(InputError, match=r"Call reset\(\) and admit the rows again\.$"):
             call()
     decoder.reset()
     decoder.admit(prompt_of(5))
+    with pytest.raises(
+        DescriptorError, match=r"row 0 must be 5, got 4\. .* no longer be discarded"
+    ):
+        decoder.truncate([4])
     assert decoder.step().tolist() == said_by(model, {"input_ids": prompt_of(5)}, 2)[1:]
 
 
@@ -475,7 +479,7 @@ def test_rows_are_named_by_numbers():
         ):
             decoder.drop(wrong)
     for mask_of_integers in ([0, 1, 1], [1, 1]):
-        with pytest.raises(DescriptorError, match="must be given only once, got 1"):
+        with pytest.raises(DescriptorError, match="Row 1 is given more than once"):
             decoder.drop(mask_of_integers)
     assert decoder.num_rows == 3
     for wrong in ([2.5, 2, 2], [True] * 3):
@@ -496,8 +500,8 @@ def test_rows_are_named_by_numbers():
     [
         ("Qwen3_5ForCausalLM", "recurrent layers cannot undo a rejected draft"),
         ("MambaForCausalLM", "recurrent layers cannot undo a rejected draft"),
-        ("BloomForCausalLM", "steps of several tokens return different logits from prompts"),
-        ("T5ForConditionalGeneration", "steps of several tokens return different logits"),
+        ("BloomForCausalLM", "steps with several tokens return different logits than prompts"),
+        ("T5ForConditionalGeneration", "steps with several tokens return different logits"),
     ],
 )
 def test_models_that_cannot_verify_are_refused(name, message):

@@ -1,20 +1,21 @@
 """Predict the next graph key from several forecasts, weighted by their past accuracy.
 
-Only changes of the key count: a hundred consecutive steps with one key are one event, because they
-need a single capture. There are four forecasts:
+Consecutive steps with the same key are one event, because they need a single capture. There are
+four forecasts:
 
 - how often each key occurred recently;
-- the distance, in buckets, from the last key of the same kind (a *move*). Batches tend to grow and
-  shrink by one bucket, so new keys are expected near known keys;
-- the keys that followed earlier occurrences of the latest keys (the *context*, of up to ``order``
-  keys). A long context with few counts has less weight than a shorter context;
+- how far a key was, in buckets, from the previous key of its kind (a *move*), counted separately
+  by the kind of the latest key. Batches tend to grow and shrink by one bucket, so a key that never
+  occurred is expected near keys that did;
+- which keys followed earlier occurrences of the latest keys (the *context*, of up to ``order``
+  keys). The more counts a longer context has, the less weight the shorter ones keep;
 - how often each kind of key occurred, with equal shares for all keys of a kind.
 
 Each forecast is a probability distribution over the keys. Its weight is multiplied by the
 probability that it assigned to the actual key (a Bayesian mixture). At each change, part of the
 total weight is redistributed evenly, so that a forecast recovers quickly after a long series of
-misses. Each new count reduces earlier counts of the same context or move, so old traffic is
-forgotten.
+misses. Each new count reduces the earlier counts after the same context or, for moves, after a key
+of the same kind, so old traffic is forgotten.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from dispatchkit import GraphKey
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count, check_instance
 
-# Decays of the long-run and of the recent counts of each key.
+# Decay factors of the long-run and of the recent counts of each key.
 _SLOW, _FAST = 0.998, 0.95
 # Widths, in buckets, over which a probability is spread to neighboring keys: for each observed key,
-# for the last key of each kind, and for each observed move. Moves span at most ``_REACH`` buckets
-# in each direction.
+# for the last key of each kind, and for each observed move. A move is spread over ``_REACH``
+# buckets in each direction.
 _WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
 # Share of the total weight that is redistributed evenly at each change.
 _SHARE = 0.02
@@ -50,11 +51,11 @@ def check_keys(keys: Any, setting: str) -> tuple[GraphKey, ...]:
     """Validate a list of keys, and return it as a tuple.
 
     Raises:
-        ConfigError: ``keys`` is not a list, or an item is not a key.
+        ConfigError: ``keys`` is not iterable, or an item is not a key.
     """
+    hint = f"For example, pass list(runner.registry) as {setting}."
     if not isinstance(keys, Iterable):
-        raise ConfigError(setting, keys, "a list of GraphKeys")
-    hint = "Pass list(runner.registry), for example."
+        raise ConfigError(setting, keys, "a list of GraphKeys", hint)
     return tuple(
         check_instance(key, GraphKey, f"{setting}[{index}]", hint) for index, key in enumerate(keys)
     )
@@ -73,8 +74,8 @@ class KeyPredictor:
     Args:
         keys: All declared keys.
         order: Length of the longest context, in keys.
-        decay: Factor by which each new count multiplies earlier counts of the same context or move
-            (see the docstring of the module), above 0 and at most 1.
+        decay: Factor by which each new count multiplies earlier counts (see the docstring of the
+            module), above 0 and at most 1.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -134,13 +135,16 @@ class KeyPredictor:
             self._pending.append(index)
 
     def expected(self) -> GraphKey | None:
-        """Return the most likely next key; None before the first key."""
+        """Return the most likely next key; None if there is nothing to predict.
+
+        This is the case before the first key, and if only one key is declared.
+        """
         self._learn_all()
         best = self._expected()
         return None if best is None else self._keys[best]
 
     def scores(self) -> dict[GraphKey, float]:
-        """Return a score for each declared key; only the order of scores is meaningful."""
+        """Return a score for each declared key; higher means more worth capturing."""
         self._learn_all()
         return self._scores
 
@@ -212,7 +216,7 @@ class KeyPredictor:
         }
 
     def _expected(self) -> int | None:
-        """Return the index of the most likely next key, regardless of its long-run frequency."""
+        """Return the index of the most likely next key; None if there is nothing to predict."""
         if not self._recent or len(self._keys) == 1:
             return None
         return max(range(len(self._keys)), key=self._next.__getitem__)

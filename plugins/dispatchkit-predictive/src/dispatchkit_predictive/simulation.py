@@ -19,7 +19,7 @@ from dispatchkit_predictive.predictor import KeyPredictor, check_keys
 
 @attrs.frozen
 class PredictionSimulation:
-    """Results of a trace simulated with captures only in idle time.
+    """Results of a simulation that captures graphs only in idle time.
 
     Attributes:
         num_steps: Number of steps that a graph could serve.
@@ -45,14 +45,16 @@ class PredictionSimulation:
 
 def _check_steps(keys: Any) -> None:
     if not isinstance(keys, Sequence):
-        hint = "Pass the first result of keys_of_trace(trace)."
+        hint = "Pass the first of the two lists that keys_of_trace(trace) returns."
         raise ConfigError("keys", keys, "a list with a key or None for each step", hint)
 
 
 def keys_of_trace(
     trace: StepTrace, policy: str = "vllm"
 ) -> tuple[list[GraphKey | None], list[GraphKey]]:
-    """Return the key of each step of a trace (None: eager) and all declared keys.
+    """Return the key of each step with tokens (None: eager), and all declared keys.
+
+    Steps without tokens are skipped.
 
     Raises:
         TraceError: No step of the trace has tokens.
@@ -108,7 +110,8 @@ def simulate_prediction(
     _check_steps(keys)
     declared = check_keys(declared, "declared")
     if not declared:
-        raise ConfigError("declared", declared, "a list of at least one key")
+        hint = "Pass the second of the two lists that keys_of_trace(trace) returns."
+        raise ConfigError("declared", declared, "a list of at least one key", hint)
     planner = CapturePlanner(KeyPredictor(declared), max_graphs=max_graphs)
     predicted = captures = 0
     live: set[GraphKey] = set()
@@ -169,10 +172,10 @@ def _without(
 def fewest_eager_steps(
     keys: Sequence[GraphKey | None], *, max_graphs: int, idle_every: int = 1, ahead: bool = True
 ) -> int:
-    """Return the minimum number of steps that miss a graph, if the future is known.
+    """Return the number of steps that miss a graph if the future is known.
 
-    The simulation captures the key that is needed soonest and evicts the key that is needed last
-    (Belady's rule). If there is time for a capture after each step, no rule does better.
+    The simulation captures the key that is needed soonest and evicts the key whose next use is the
+    furthest away (Belady's rule). With ``idle_every=1``, no rule misses fewer steps.
 
     Args:
         keys: Key of each step; None for a step that always runs eager.

@@ -2,8 +2,8 @@
 
 ``watch`` reads a runner's counters at each scrape, which adds nothing to a step. ``watch_memory``
 reads the account of a ``GraphMemory`` in the same way. ``PrometheusObserver`` records rare events
-as they happen: captures and their times, failures, evictions and policy faults. ``export_engine``
-exports an engine's counters on a port or to a text file.
+as they happen: captures and their times, failures, evictions, policy faults and swaps.
+``export_engine`` exports an engine's counters on a port or to a text file.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ def watch(
         The collector of the registry, which is shared by all its runners.
 
     Raises:
-        ConfigError: Another runner is watched under this name.
+        ConfigError: An argument has the wrong type, or another runner is watched under this name.
+        ValueError: Another collector of the registry has metrics with the same names.
     """
     if not hasattr(runner, "stats"):
         raise ConfigError("runner", runner, "a GraphRunner")

@@ -70,7 +70,7 @@ class EngineCollector(Collector):
         )
         info = GaugeMetricFamily(
             "dispatchkit_engine_info",
-            "Always 1; the label policy names the policy.",
+            "Always 1; the labels name the rank, the runner and the policy.",
             labels=["rank", "runner", "policy"],
         )
         totals: dict[tuple[str, ...], list[int]] = {}
@@ -93,20 +93,29 @@ class EngineExport:
     """Export of an engine's metrics on an HTTP port or to a text file.
 
     Args:
-        where: Port, or path of a text file (``.prom``) for the node exporter's textfile collector.
-        rank: Rank of the process, which is added to the port or to the name of the file.
+        where: Port (0 for any free port), or path of a text file (``.prom``) for the node
+            exporter's textfile collector.
+        rank: Rank of the process, which is the label ``rank`` and is added to a port other than 0.
         world_size: Number of ranks; if there are several, the file's name contains the rank.
         period_s: Seconds between two writes of the file.
 
     Raises:
-        ConfigError: The port is in use, or the file cannot be written.
+        ConfigError: ``where`` is not a string, the port cannot be opened, or the file cannot be
+            written.
     """
 
     def __init__(
         self, where: str, *, rank: int = 0, world_size: int = 1, period_s: float = _PERIOD_S
     ) -> None:
         if not isinstance(where, str):
-            raise ConfigError("metrics", where, "a string with a port or the path of a text file")
+            raise ConfigError(
+                "metrics",
+                where,
+                "a string with a port or the path of a text file",
+                "Pass a string with a port or the path of a text file.",
+                message=f"Cannot export metrics to {where!r}, which is not a string.",
+            )
+        target = repr(where)
         self.registry = CollectorRegistry()
         self.collector = EngineCollector(rank)
         self.registry.register(self.collector)
@@ -116,6 +125,7 @@ class EngineExport:
         try:
             if where.isascii() and where.isdigit():
                 self.port = int(where) + rank if int(where) else 0
+                target = f"port {self.port}" + f" ({where} plus the rank)" * bool(rank)
                 server, _ = start_http_server(self.port, registry=self.registry)
                 self.port = int(server.server_port)
                 self._server = server
@@ -123,17 +133,18 @@ class EngineExport:
                 path = Path(where)
                 stem = path.stem if world_size == 1 else f"{path.stem}-rank{rank}"
                 self.path = path.with_name(stem + path.suffix)
+                target = repr(str(self.path))
                 self._write()
                 threading.Thread(
                     target=self._run, args=(period_s,), name="dispatchkit-metrics", daemon=True
                 ).start()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:  # ValueError: no file name, or no int
             raise ConfigError(
                 "metrics",
                 where,
                 "a free port or the path of a writable file",
                 "Pass a free port or the path of a writable file.",
-                message=f"Cannot export metrics to {where!r}: {error}.",
+                message=f"Cannot export metrics to {target}: {str(error).rstrip('.')}.",
             ) from error
 
     def close(self) -> None:
@@ -167,12 +178,12 @@ def export_engine(
 
     Args:
         counts: Counters to export, read whenever metrics are requested or written.
-        where: Port, or path of a text file.
+        where: Port, or path of a text file, as for ``EngineExport``.
         rank: Rank of the process, as for ``EngineExport``.
         world_size: Number of ranks, as for ``EngineExport``.
 
     Raises:
-        ConfigError: The port is in use, or the file cannot be written.
+        ConfigError: As for ``EngineExport``.
     """
     with _lock:
         export = _exports.get((where, rank))

@@ -29,7 +29,7 @@ class MemoryCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, name: str, memory: Any) -> None:
-        """Add a GraphMemory; its metrics have the given name as label ``memory``.
+        """Add a memory, whose metrics get the label ``memory`` with the given name.
 
         Raises:
             ConfigError: Another memory has this name.
@@ -112,7 +112,8 @@ def watch_memory(
         The collector of the registry, which is shared by all its memories.
 
     Raises:
-        ConfigError: Another memory is watched under this name.
+        ConfigError: An argument has the wrong type, or another memory is watched under this name.
+        ValueError: Another collector of the registry has metrics with the same names.
     """
     if not hasattr(memory, "account"):
         raise ConfigError("memory", memory, "a GraphMemory")

@@ -16,15 +16,15 @@ from dispatchkit.observe import (
 
 __all__ = ["PrometheusObserver"]
 
-# Histogram buckets in seconds. Captures of small models take milliseconds, captures of large models
+# Histogram buckets in seconds. Captures of small models take milliseconds; those of large models
 # take seconds.
 _BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class PrometheusObserver:
-    """An observer that exports captures, failures, evictions and policy faults.
+    """An observer that exports captures, failures, evictions, policy faults and swaps.
 
-    It receives the events of runners that are created with its plugins::
+    It receives the events of all runners that use the same plugins::
 
         plugins = load_plugins()
         plugins.create_observer("prometheus")

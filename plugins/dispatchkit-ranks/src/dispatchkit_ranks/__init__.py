@@ -1,8 +1,9 @@
 """Make all ranks use the same mode and padded size in every step.
 
 ``RankAgreement`` exchanges values between the ranks of a torch.distributed process group.
-``RankedDispatcher`` and ``RankedRunner`` use it to wrap a ``Dispatcher`` and a ``GraphRunner``.
-``RankAgreement`` and ``RankedRunner`` import torch on first use; the other modules do not.
+With it, ``RankedDispatcher`` wraps a ``Dispatcher``, and ``RankedRunner`` wraps a ``GraphRunner``.
+Importing this package does not import torch; the first access to ``RankAgreement``,
+``AgreementStats`` or ``RankedRunner`` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exchanges of small rows over a process group, each with a time limit.
+"""Exchanges of small rows of integers over a process group, each with a time limit.
 
 A failed collective leaves connections in an undefined state, so the first failure ends the
 agreement. Closing the process group wakes the other ranks. Each rank then reads the notes in the
@@ -40,8 +40,8 @@ _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
 # Minimum time to wait for notes, because a rank on a busy machine may need this long to leave one.
 # A rank without a note is reported as never having arrived.
 _MIN_NOTES_SECONDS = 1.0
-# After a collective, other ranks wait in the next one for at least this share of its time limit.
-# Until then, no rank can have stopped, so no check is needed.
+# A rank gives up waiting no earlier than at this share of a collective's time limit. Until then, no
+# rank can have timed out since the last collective, so no check for stopped ranks is needed.
 _SHARE_UNTIL_CHECK = 0.5
 # Time limit for leaving a note in a store that does not answer.
 _SECONDS_FOR_OWN_NOTE = 0.5
@@ -78,7 +78,7 @@ class RankAgreement:
             With a timeout below 15 seconds, or if the store does not answer, stopping may take two
             seconds longer. A rank is late after 0.4 of the timeout.
         setup_timeout: The timeout in seconds for start-up, captures and the first step, which ranks
-            may reach at very different times.
+            may reach at very different times. If it is less than ``timeout``, ``timeout`` applies.
         device: The device of the exchange. The default is the CPU with gloo, which does not delay
             device work. A CUDA device uses NCCL and synchronizes with the device in every step.
         name: Name that distinguishes agreements of the same ranks in the store.
@@ -136,7 +136,7 @@ class RankAgreement:
         self._stopped: RankError | None = None
         self._is_first_step = True
         self._num_exchanges, self._total, self._longest = 0, 0.0, 0.0
-        # Time of the last exchange, and the seconds after it in which no rank can have stopped.
+        # Time of the last exchange, and the seconds after it in which no rank can have timed out.
         self._last_exchange_at = time.perf_counter()
         self._check_after = self.timeout * _SHARE_OF_COLLECTIVE * _SHARE_UNTIL_CHECK
         self._group: ExchangeGroup | None = None
@@ -188,7 +188,8 @@ class RankAgreement:
             step: Number of the step, recorded as the last agreed step; 0 outside steps.
 
         Raises:
-            RankError: A rank is late, has left, has raised an error, or is in another phase.
+            RankError: A rank is late, has left, has raised an error, is in another phase, or has
+                another ``mark``; or the agreement has ended.
         """
         group = self._group
         if group is None:
@@ -289,7 +290,7 @@ class RankAgreement:
         if self._stopped is not None:
             return
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        text = text.rstrip(".")
+        text = text.rstrip(".: ")  # an error may have no message
         if self._group is not None:
             # Leave the note first: other ranks look for it when the group closes.
             self._notes.leave(Note(RAISED, self.step, text[:2000]))
@@ -369,7 +370,7 @@ class RankAgreement:
     def _where(self, phase: Phase, label: str = "", step: int = 0) -> str:
         if label:
             return label
-        return f"step {step}" if phase is Phase.STEP else "a comparison of settings"
+        return f"step {step}" if phase is Phase.STEP else "an exchange of settings or keys"
 
     def _collective_failed(
         self, error: Exception, seconds: float, limit: float, where: str
@@ -386,7 +387,7 @@ class RankAgreement:
         found = self._notes.find_cause(own, _notes_limit(limit), where)
         me = self.members[self.rank]
         stop = RankError(
-            f"{found.text} (Reported by rank {me} of {self.size}.)",
+            f"{found.text} (Reported by rank {me}.)",
             ranks=found.ranks,
             step=self.step,
             reason=found.reason,
@@ -395,7 +396,7 @@ class RankAgreement:
         return stop
 
     def _mismatch(self, merged: Sequence[int], phase: Phase, mark: int, where: str) -> RankError:
-        """End the agreement because ranks are in different phases or steps; return the error."""
+        """End the agreement because phases or marks of ranks differ; return the error."""
         me = self.members[self.rank]
         others = {
             each: self.members[merged[each] - 1] for each in Phase if merged[each] and each != phase

@@ -20,7 +20,7 @@ _MAX_VALUE = 1 << 62
 class AxisFacts(Facts):
     """Encoder of one rank's row with axis values, and decoder of the merged row.
 
-    ``loras`` is a variant, as returned by ``DispatchConfig.variant``.
+    The argument ``loras`` of its methods is a variant, as returned by ``DispatchConfig.variant``.
 
     Args:
         config: The configuration with the query classes and axes.
@@ -35,7 +35,8 @@ class AxisFacts(Facts):
         self._exact: tuple[int, ...] = tuple(
             index for index, axis in enumerate(config.axes) if axis.exact
         )
-        # A minimum is sent as the distance from the largest possible value.
+        # Exact axes have a second column for the minimum, which is sent as the distance from the
+        # largest possible value.
         super().__init__(config, switches, more=len(self._axes) + len(self._exact))
 
     def row(

@@ -28,9 +28,9 @@ class RankedDispatcher:
     The policy determines how the ranks agree:
 
     * With a ``stateless`` policy, each rank decides for its own batch. Every rank then decides
-      again, for the largest number of tokens and the most restrictive mode of any rank.
+      again, for the largest number of tokens of any rank and the lowest mode that any rank chose.
     * With a ``LeaderPolicy``, the ranks decide once, for the largest number of tokens of any
-      rank, from a table that only the leader changes. The changes are distributed at epochs.
+      rank, from a table that only the leader changes. Distributing the changes starts an epoch.
 
     All ranks must create this object at the same point, where everything that affects decisions is
     compared: configuration, policy, dialect, sizes, versions.
@@ -43,10 +43,10 @@ class RankedDispatcher:
         same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
             one scheduler. With a stateless policy, such steps need no exchange.
         check_every: With ``same_batches``, the number of steps from one exchange to the next. An
-            exchange detects different batches, merges lost keys and distributes the leader's
-            table. 0 disables exchanges. The default is ``epoch_steps`` with a LeaderPolicy, and 0
-            with other policies.
-        epoch_steps: With a LeaderPolicy, the minimum number of steps between two epochs.
+            exchange detects different batches, withholds keys that a rank has lost, and distributes
+            the leader's table. 0 disables exchanges. The default is ``epoch_steps`` with a
+            LeaderPolicy, and 0 with other policies.
+        epoch_steps: With a LeaderPolicy, the minimum number of steps from one epoch to the next.
         switches: Names of further yes-or-no choices that change the collectives in a step.
             ``agree`` takes and returns them as bits in this order.
         facts: Further values by name that must be equal on all ranks.
@@ -58,7 +58,8 @@ class RankedDispatcher:
         epoch: Number of times that the leader's table was distributed.
 
     Raises:
-        ConfigError: The policy learns on every rank, or the dispatcher is lazy.
+        ConfigError: The policy learns on every rank, the dispatcher is lazy or may split batches,
+            or a setting is invalid.
         RankError: The ranks have different settings, or a rank is missing.
 
     Thread safety: use it from one thread.
@@ -99,7 +100,7 @@ class RankedDispatcher:
         after a swap raises RankError.
 
         Raises:
-            ConfigError: The policy learns on every rank, or the dispatcher is lazy.
+            ConfigError: As for the constructor.
             RankError: Policy or configuration differ between ranks, or a rank does not arrive.
         """
         dispatcher, ranks = self.dispatcher, self.ranks
@@ -171,7 +172,7 @@ class RankedDispatcher:
             uniform: Query class, see ``Dispatcher.dispatch``.
             loras: Number of active adapters; with axes, ``DispatchConfig.variant`` of the adapters
                 and this rank's value of each axis.
-            ceiling: Code of the modes that this rank's batch allows.
+            ceiling: The modes that this rank's batch allows, see ``Dispatcher.dispatch``.
             switches: Bits of the switches that are on for this rank; all by default.
 
         Raises:
@@ -179,8 +180,9 @@ class RankedDispatcher:
                 exchanged, so the step can be retried.
             NoGraphError: The ranks allow no common mode; every rank raises this error.
             PolicyError: In strict mode, the policy failed on this rank. The agreement has ended.
-            RankError: A rank is late, has left or has raised an error, or this rank was swapped
-                without ``renew``. The agreement has ended.
+            RankError: A rank is late, has left or has raised an error; the policy or configuration
+                of this rank was swapped without ``renew``; or a graph changed before a step without
+                an exchange. The agreement has ended.
         """
         if self.dispatcher.graphs is not self._graphs:
             raise self._swapped()
@@ -236,8 +238,8 @@ class RankedDispatcher:
             keys: The keys to capture, the same on all ranks; by default all declared keys.
 
         Returns:
-            The keys that no rank uses because a rank could not capture them, with the reason by
-            rank index.
+            The keys that no rank uses because some rank cannot run them, with the reason by rank
+            index.
         """
         registry = self.dispatcher.registry
         self._keys.restore_all()
@@ -265,7 +267,7 @@ class RankedDispatcher:
         """Exchange the states of all keys, and withhold keys that some rank cannot run.
 
         All ranks must call this at the same point. Steps with an exchange do this automatically.
-        Without exchanges, call this after enabling or disabling keys.
+        Without exchanges, call this after keys were enabled, disabled or evicted.
 
         Returns:
             The keys that some rank cannot run, with the reason by rank index.
@@ -323,8 +325,9 @@ class RankedDispatcher:
 
     def _swapped(self) -> RankError:
         error = RankError(
-            "The policy or configuration of this rank was swapped without renew(). Swap on all "
-            "ranks at the same point, and then call renew() on all of them.",
+            "The policy or configuration of this rank was swapped without renew(), which ended the "
+            "agreement. Create a new agreement on all ranks. After later swaps, which all ranks "
+            "must make at the same point, call renew() on all ranks.",
             step=self.step,
             reason="differs",
         )
@@ -343,9 +346,9 @@ class RankedDispatcher:
         """Return this rank's batch as the agreed batch, in a step without an exchange."""
         if self._keys.has_changes and self.ranks.size > 1:
             error = RankError(
-                "A graph of this rank changed, but this step has no exchange, so other ranks would "
-                "still use the graph. Call sync_keys() on all ranks after such a change, or set "
-                "check_every.",
+                "A graph of this rank changed, but this step has no exchange, so the ranks could "
+                "use different graphs. Call sync_keys() on all ranks after such a change, or set "
+                "check_every=1 to exchange in every step.",
                 step=self.step,
                 reason="differs",
             )
@@ -363,7 +366,8 @@ class RankedDispatcher:
 def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) -> None:
     if dispatcher.config.axes and leader is not None:
         names = [axis.name for axis in dispatcher.config.axes]
-        raise ConfigError("axes", names, "empty with a LeaderPolicy")
+        hint = "With axes, use a policy with the trait 'stateless' instead."
+        raise ConfigError("axes", names, "empty with a LeaderPolicy", hint)
     graphs = dispatcher.graphs
     for key, entry in dispatcher.registry.entries.items():
         if entry.state is KeyState.DECLARED and graphs.is_ready(key):
@@ -389,8 +393,9 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
                 "policy",
                 dispatcher.policy_name,
                 "a LeaderPolicy or a policy with the trait 'stateless'",
-                "A policy that learns would decide differently on each rank: wrap it in a "
-                "LeaderPolicy.",
+                "A policy that learns would decide differently on each rank. Pass "
+                "LeaderPolicy(base, learner=...) on rank 0 and LeaderPolicy(base) on the other "
+                "ranks, with a stateless base policy.",
             )
     elif leader.learner is not None and ranks.rank != 0:
         raise ConfigError(

@@ -19,10 +19,11 @@ _CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}
 _FORBIDS = tuple(
     tuple(int(mode not in allowed) for mode in RuntimeMode) for allowed in ALLOWED_MODES
 )
-# First columns of a row after tokens, requests and adapters.
+# First columns of the mode distance, the forbidden modes and the query classes. Columns 0 to 2
+# contain the numbers of tokens, requests and adapters.
 _MODE_DISTANCE, _FORBIDDEN, _CLASSES = 3, 4, 7
 _MAX_CACHED = 4096
-#: Bits of all switches.
+#: Value of ``switches`` with all switches on.
 ALL_ON = -1
 
 
@@ -34,7 +35,8 @@ class AgreedBatch(NamedTuple):
     Attributes:
         num_tokens: Largest number of tokens of any rank; 0 if all ranks are idle.
         num_reqs: Largest known number of requests of any rank; 0 if no rank knows its number.
-        uniform: The query class of all batches; 0 (mixed) if ranks have different classes.
+        uniform: The query class of all batches. If their classes differ, the class with variable
+            query lengths if it includes all of them, otherwise 0 (mixed).
         loras: Largest number of active adapters of any rank; with axes, the variant of that number
             and ``axes``.
         ceiling: Code of the runtime modes that every rank allows, limited to the lowest mode
@@ -107,7 +109,7 @@ class Facts:
 
         Args:
             num_tokens: Number of unpadded tokens. An idle rank passes 0, so that its row restricts
-                only the modes.
+                only the modes and the switches.
             num_reqs: Number of requests; 0 if unknown.
             uniform: Query class, see ``Dispatcher.dispatch``.
             loras: Number of active adapters.
@@ -165,7 +167,7 @@ class Facts:
 def _too_many(
     config: DispatchConfig, switches: tuple[str, ...], left: int, more: int
 ) -> ConfigError:
-    """Return the error for a row that is too long, which names the setting to reduce.
+    """Return the error that names the setting to reduce if a row is too long.
 
     Args:
         config: The configuration whose rows are too long.
@@ -178,13 +180,13 @@ def _too_many(
         return ConfigError(
             "query_lens",
             config.query_lens,
-            f"a list of at most {counted(most, 'item')} if there are several ranks",
+            f"a list of at most {counted(most, 'item')} for use with ranks",
         )
     if more > left:
         names = [axis.name for axis in config.axes]
         expected = (
-            f"a list of at most {counted(left, 'item')} if there are several ranks (an exact axis "
-            "counts twice)"
+            f"a list of at most {counted(left, 'item')} for use with ranks (an exact axis counts "
+            "twice)"
         )
         return ConfigError("axes", names, expected)
     return ConfigError(
@@ -196,9 +198,14 @@ def _too_many(
 
 def _no_common_mode(forbidden: Sequence[int], ceiling: int) -> NoGraphError:
     out = ", ".join(mode.name for mode in RuntimeMode if forbidden[mode])
-    excluded = f"At least one rank excludes {out}. " if out else ""
+    limit = ""
+    if ceiling < _FULL:
+        limit = (
+            f"At least one rank would run its own batch in mode {RuntimeMode(ceiling).name}, so no "
+            "rank may use a higher mode. "
+        )
     return NoGraphError(
-        f"The ranks allow no common runtime mode. {excluded}One rank allows no mode above "
-        f"{RuntimeMode(ceiling).name}. Allow NONE, or exclude the same modes on all ranks.",
+        f"The ranks allow no common runtime mode. Modes that a rank excludes: {out}. {limit}"
+        "Allow NONE on all ranks, or exclude the same modes on all ranks.",
         reason="no_common_mode",
     )

@@ -22,7 +22,7 @@ from dispatchkit.dispatch import (
 from dispatchkit.keys import AxisBuckets, Batch, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 
-# Number of sizes at which decisions are compared. Comparing all sizes would take seconds.
+# Maximum number of sizes at which decisions are compared. Comparing all sizes would take seconds.
 _MAX_PROBED_SIZES = 64
 
 
@@ -65,7 +65,7 @@ def fingerprint(
     dialect = getattr(policy or dispatcher.policy, "dialect", None)
     facts["dialect"] = str(getattr(dialect, "name", dialect))
     facts["digest of the keys"] = _digest(sorted(map(str, dispatcher.registry)))
-    facts["digest of the policy's answers"] = _digest(
+    facts["digest of the policy's decisions"] = _digest(
         _answers(dispatcher, policy or dispatcher.policy)
     )
     facts.update(versions())
@@ -74,7 +74,7 @@ def fingerprint(
 
 
 def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> dict[str, str]:
-    """Return the values that differ, by name, such as "ranks 0, 1 have X; rank 2 has Y".
+    """Return the values that differ, by name, such as "rank 2 has Y; ranks 0, 1 have X".
 
     Args:
         facts: The fingerprint of each rank.
@@ -104,7 +104,10 @@ def deviating_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) 
 
 
 def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
-    """Return a policy's decisions at and just above each size, as if all graphs were captured."""
+    """Return a policy's decisions at and just above up to ``_MAX_PROBED_SIZES`` sizes.
+
+    The policy decides as if all graphs were captured.
+    """
     config = dispatcher.config
     registry = GraphRegistry()
     registry.declare(sorted(dispatcher.registry, key=str))

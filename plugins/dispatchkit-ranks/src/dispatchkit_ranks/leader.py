@@ -61,7 +61,8 @@ class LeaderPolicy:
                 "base",
                 policy_name(base),
                 "a policy with the trait 'stateless'",
-                "All ranks must get the same decisions from the base policy.",
+                "All ranks must get the same decisions from the base policy. Pass a policy that "
+                "learns as the learner on rank 0.",
             )
         self.base, self.learner = base, learner
         self.name: str = f"leader({policy_name(base)})"
@@ -136,7 +137,8 @@ class LeaderPolicy:
                 dispatcher.update(update)
             except (DescriptorError, PolicyError) as error:
                 if self.learner is not None:
-                    self._count_error("observe", error)
+                    name = policy_name(self.learner)
+                    self._count_error(f"An update of policy {name!r} was ignored", error)
                 continue
             served += 1
             if not update.one_shot:
@@ -155,16 +157,16 @@ class LeaderPolicy:
         try:
             return None if call is None else read(call(*args))
         except Exception as error:  # noqa: BLE001 - a policy may raise any error; it is counted
-            self._count_error(method, error)
+            self._count_error(f"Policy {policy_name(self.learner)!r} failed in {method}()", error)
             return None
 
-    def _count_error(self, method: str, error: Exception) -> None:
+    def _count_error(self, what: str, error: Exception) -> None:
         self.num_learner_errors += 1
         if self._once.first():
+            cause = f"{type(error).__name__}: {error}".rstrip(".: ")
             warnings.warn(
-                f"Policy {policy_name(self.learner)!r}, {method}: raised "
-                f"{type(error).__name__}: {error}. The ranks continue with the updates that were "
-                "published before.",
+                f"{what}: {cause}. The ranks continue with the other updates. Further errors are "
+                "only counted, in num_learner_errors.",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -64,23 +64,23 @@ class Notes:
         """Wait until every rank has arrived.
 
         Raises:
-            RankError: Some ranks did not arrive in time; the error names them.
+            RankError: Some ranks did not arrive in time, and the error names them; or the store did
+                not answer.
         """
-        present = self._call_with_limit(
-            _call_limit(seconds), lambda: self._all("here", "1", seconds)
-        )
+        limit = _call_limit(seconds)
+        present = self._call_with_limit(limit, lambda: self._all("here", "1", seconds))
         if present is None:
             raise RankError(
-                f"The torch.distributed store did not answer within {seconds:g} s at start-up. "
-                "Check that the process that hosts it is running.",
+                f"The torch.distributed store failed, or did not answer within {limit:g} s, at "
+                "start-up. Check that the process that hosts it is running.",
                 reason="connection",
             )
         missing = [number for number in self._members if number not in present]
         if missing:
             raise RankError(
                 f"{rank_subject(missing)} did not join the agreement of ranks "
-                f"{join_ranks(self._members)} within {seconds:g} s. Start RankAgreement on all of "
-                "these ranks, or increase setup_timeout.",
+                f"{join_ranks(self._members)} within {seconds:g} s. Create a RankAgreement on all "
+                "of these ranks, or increase setup_timeout.",
                 ranks=missing,
             )
 

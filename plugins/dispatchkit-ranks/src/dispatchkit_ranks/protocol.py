@@ -26,7 +26,7 @@ class Phase(enum.IntEnum):
 
 _DESCRIPTIONS = {
     Phase.STEP: "runs a step",
-    Phase.SHARE: "compares or shares settings",
+    Phase.SHARE: "compares settings, exchanges keys or waits at a barrier",
     Phase.CAPTURE: "captures a graph",
     Phase.CLOSE: "has closed its agreement",
 }
@@ -62,7 +62,8 @@ class Ranks(Protocol):
             step: Number of the step, recorded as the last agreed step; 0 outside steps.
 
         Raises:
-            RankError: A rank is late, has left, has raised an error, or is in another phase.
+            RankError: A rank is late, has left, has raised an error, is in another phase, or has
+                another ``mark``; or the agreement has ended.
         """
         ...
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class RankedRunner:
     """A runner that uses the same mode and padded size on all ranks.
 
-    All ranks must create this object at the same point and call ``capture``. In every step, each
-    rank then calls the runner once, or calls ``idle`` if the rank has no batch.
+    All ranks must create this object at the same point, and then call ``capture``. In every step,
+    each rank calls the runner once, or calls ``idle`` if the rank has no batch.
 
     Args:
         runner: The runner of this rank, created with ``lazy=False``.
@@ -37,7 +37,8 @@ class RankedRunner:
         ranked: The dispatcher, with the attributes ``step``, ``epoch`` and ``withheld``.
 
     Raises:
-        ConfigError: The runner is lazy, or its policy learns on every rank.
+        ConfigError: The runner is lazy or may split batches, its policy learns on every rank, or an
+            argument is invalid.
         RankError: The ranks have different settings, or a rank is missing.
     """
 
@@ -54,7 +55,7 @@ class RankedRunner:
                 "inputs",
                 list(inputs),
                 "a dict with at least one batched input",
-                "Declare one with None in its shape.",
+                "Declare an input with None in its shape.",
             )
             ranks.fail(error)
             raise error
@@ -81,7 +82,7 @@ class RankedRunner:
         All ranks must swap and call this at the same point.
 
         Raises:
-            ConfigError: The policy learns on every rank.
+            ConfigError: As for the constructor.
             RankError: Policy or configuration differ between ranks, or a rank does not arrive.
         """
         self.ranked.renew()
@@ -102,7 +103,7 @@ class RankedRunner:
             num_reqs: Number of requests in this rank's batch; 0 if unknown.
             uniform: Query class of this rank's batch.
             loras: Number of active adapters.
-            ceiling: Code of the modes that this rank's batch allows.
+            ceiling: The modes that this rank's batch allows, see ``Dispatcher.dispatch``.
             switches: Bits of the switches that are on for this rank.
             tensors: Inputs by name; with axes, also this rank's value of each axis.
 
@@ -167,13 +168,14 @@ class RankedRunner:
         """Return the code of the modes that this rank allows in this step.
 
         Allows only eager if the context, such as autocast, differs from the context of the
-        capture. Drops
-        graphs on all ranks if they read a value that was replaced on this rank.
+        capture. Also drops this rank's graphs that read a replaced value; other ranks then withhold
+        their graphs of the same keys.
         """
         self.runner.decisions.drop_replaced()
         if self._guard.now() == self._captured_under:
             return ceiling
-        # The agreement reports an excluded mode or an invalid code.
+        # If the batch excludes eager, the step raises ReplayError. If the code is invalid, agreeing
+        # on the batch raises DescriptorError.
         has_eager = 0 <= ceiling < len(ALLOWED_MODES) and RuntimeMode.NONE in ALLOWED_MODES[ceiling]
         return int(RuntimeMode.NONE) if has_eager else ceiling
 
@@ -246,8 +248,8 @@ class RankedRunner:
         if missing:
             raise InputError(
                 missing[0],
-                f"The call has no value for axis {missing[0]!r}. Pass a value by keyword for each "
-                f"of these axes: {', '.join(self._names)}.",
+                f"The call has no value for axis {missing[0]!r}. Add the keyword "
+                f"argument{'s' * (len(missing) > 1)} {', '.join(missing)}.",
             )
         values = {name: given.pop(name) for name in self._names}
         variant = self.runner.config.variant(loras, **values)
@@ -315,16 +317,14 @@ class RankedRunner:
         cuts = self.runner.decisions.known_axis_cuts(tuple(wanted.values()), key)
         if cuts is not None:
             return cuts
-        differ = ", ".join(
-            f"{name}={values[name]} to {wanted[name]}"
-            for name in self._names
-            if values[name] != wanted[name]
-        )
+        names = [name for name in self._names if values[name] != wanted[name]]
+        differ = ", ".join(f"{name}={values[name]} to {wanted[name]}" for name in names)
+        axes = "axis" if len(names) == 1 else "axes"
         raise RankError(
             f"This step must be padded from {differ} and its outputs trimmed, but no capture on "
-            "this rank has measured which output dimensions depend on the axis. Call capture() on "
-            "all ranks first and fix captures that fail, use the same values on all ranks, or "
-            "declare the axis exact.",
+            f"this rank has measured which output dimensions depend on the {axes}. Call capture() "
+            "on all ranks first and fix captures that fail, use the same values on all ranks, or "
+            f"declare the {axes} exact.",
             step=self.ranked.step,
             reason="not_measured",
         )
@@ -345,9 +345,9 @@ class RankedRunner:
             shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
             if dim >= len(shape) or shape[dim] != wanted[name] + more:
                 raise RankError(
-                    f"Output {number} cannot be trimmed to {name}={values[name]}. At "
-                    f"{name}={wanted[name]}, dimension {dim} had size {wanted[name] + more} during "
-                    f"a capture, but the output now has shape {shape}. Declare the axis exact, or "
+                    f"Output {number} cannot be trimmed to {name}={values[name]}. According to a "
+                    f"capture, its dimension {dim} has size {wanted[name] + more} at "
+                    f"{name}={wanted[name]}, but its shape is {shape}. Declare the axis exact, or "
                     "use the same values on all ranks.",
                     step=self.ranked.step,
                     reason="not_measured",

@@ -7,10 +7,6 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 WAITED, RAISED, LEFT = "waited", "raised", "left"
-_IF_LATE = (
-    "Check whether its process is still running; if it is only late, increase timeout or "
-    "setup_timeout."
-)
 
 
 @attrs.frozen
@@ -66,12 +62,18 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
         return Verdict(tuple(raised), RAISED, f"{report[0].upper()}{report[1:]}.")
     left = [number for number in members if number in notes and notes[number].kind == LEFT]
     if left:
+        by_step: dict[int, list[int]] = {}
+        for number in left:
+            by_step.setdefault(notes[number].step, []).append(number)
+        report = "; ".join(
+            f"{rank_subject(numbers).lower()} left after step {after}"
+            for after, numbers in by_step.items()
+        )
         return Verdict(
             tuple(left),
             LEFT,
-            f"{rank_subject(left)} left after step {notes[left[0]].step}, while rank {me} reached "
-            f"{where}. All ranks must run the same number of steps; an idle rank joins each step "
-            "with 0 tokens.",
+            f"{report[0].upper()}{report[1:]}, while rank {me} reached {where}. All ranks must run "
+            "the same number of steps; an idle rank joins each step with 0 tokens.",
         )
     waited = max((note.seconds for note in notes.values()), default=0.0)
     missing = [number for number in members if number not in notes]
@@ -81,7 +83,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
             tuple(missing),
             "late",
             f"{rank_subject(missing)} did not reach {where} within {waited:.3g} s. Last agreed "
-            f"step: {step}. {_IF_LATE}",
+            f"step: {step}. {_if_late(len(missing))}",
         )
     if any(note.timed_out for note in notes.values()):
         last = min(members, key=lambda number: notes[number].seconds)
@@ -113,8 +115,19 @@ def store_verdict(host: int | None, own: Note, where: str) -> Verdict:
     return Verdict(
         (host,),
         "late",
-        f"Rank {host}, which hosts the torch.distributed store, does not answer and did not "
-        f"reach {where}. Last agreed step: {own.step}. {_IF_LATE}",
+        f"{where[0].upper()}{where[1:]} failed, and rank {host}, which hosts the torch.distributed "
+        f"store, does not answer. Last agreed step: {own.step}. {_if_late(1)}",
+    )
+
+
+def _if_late(number: int) -> str:
+    """Return the next step for a number of ranks that did not arrive."""
+    process, they = (
+        ("its process is", "it is") if number == 1 else ("their processes are", "they are")
+    )
+    return (
+        f"Check whether {process} still running; if {they} only late, increase timeout or "
+        "setup_timeout."
     )
 
 

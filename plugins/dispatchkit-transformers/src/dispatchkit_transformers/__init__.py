@@ -1,4 +1,4 @@
-"""Decode transformers models with captured graphs."""
+"""Decoding with transformers models and captured graphs."""
 
 from __future__ import annotations
 

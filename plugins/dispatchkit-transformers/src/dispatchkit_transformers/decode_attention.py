@@ -8,7 +8,8 @@ result. These products do not repeat or copy the cache, and store one score per 
 token.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` selects this implementation from the registry
-of transformers. Prompts and unsupported calls fall back to ``sdpa``.
+of transformers. Prompts, and calls with options that only ``sdpa`` supports, fall back to ``sdpa``.
+Logit softcapping and attention sinks raise an error, because ``sdpa`` may ignore them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DECODE_ATTENTION = "dispatchkit_decode"
 
 # Options that change scores. Models that do not use an option pass None. Some releases of ``sdpa``
 # silently ignore the options in ``_UNSUPPORTED``.
-_UNSUPPORTED = ("softcap", "s_aux")
+_UNSUPPORTED = {"softcap": "logit softcapping", "s_aux": "attention sinks"}
 _SDPA_ONLY = ("position_bias", "head_mask")
 
 # Maximum number of tokens per row in a step, including drafts. Longer calls are prompts.
@@ -63,12 +64,12 @@ def decode_attention(
     Raises:
         ConfigError: The model uses logit softcapping or attention sinks.
     """
-    for name in _UNSUPPORTED:
+    for name, feature in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(
                 "attn_implementation",
                 DECODE_ATTENTION,
-                f"an attention implementation that supports {name}",
+                f"an attention implementation that supports {feature} ({name})",
                 "Call model.set_attn_implementation('eager').",
             )
     rows, heads, length, size = query.shape
@@ -113,7 +114,7 @@ def decode_attention(
             each.masked_fill_(~allowed, torch.finfo(scores.dtype).min)
         else:
             each.add_(allowed)
-    # softmax accumulates in float32 for every dtype.
+    # For 16-bit dtypes, softmax accumulates in float32.
     found = scores.softmax(-1).to(value.dtype) @ value
     return found.view(rows, heads, length, value.shape[-1]).transpose(1, 2), None
 

@@ -45,7 +45,7 @@ def decode_step(
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = logits_of(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-            # A finished row that was not dropped yet stays at the position that is never read.
+            # Padding rows stay at the sink, the position that is never read.
             following = (positions + 1).clamp(max=memory.sink)
             return (logits if wants_logits else logits.argmax(-1)), following
 
@@ -80,9 +80,9 @@ def verify_step(
       draft, the number of accepted drafts, and the number of drafts;
     - the token after the last accepted draft (B,), and its position (B,).
 
-    Negative drafts, and drafts beyond the end of the cache, are ignored. The keys and values of
-    rejected drafts stay in the cache, beyond the end of the row, and are overwritten before a token
-    attends to them.
+    The drafts of a row end at the first negative one, or at the end of the cache. The keys and
+    values of rejected drafts stay in the cache, beyond the end of the row, and are overwritten
+    before a token attends to them.
 
     Args:
         probe: Description of how the model must be called.
@@ -179,11 +179,12 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
             lengths,
             f"a list of cache lengths up to max_length, such as [{max_length}]",
         )
+    lengths = list(lengths)  # may be an iterator, which can be read only once
     made = tuple(sorted(set(check_counts(lengths, "lengths"))))
     if not made or made[-1] != max_length:
         raise ConfigError(
             "lengths",
-            list(lengths),
+            lengths,
             f"a list of cache lengths whose largest is max_length ({max_length})",
         )
     return made
@@ -195,5 +196,5 @@ def sequence_too_long(needed: int, have: int) -> DescriptorError:
         "sequence length",
         needed,
         f"at most max_length ({have})",
-        "Create the GraphDecoder with a larger max_length, or request fewer new tokens.",
+        "Create the GraphDecoder with a larger max_length, or shorten the prompt or the output.",
     )

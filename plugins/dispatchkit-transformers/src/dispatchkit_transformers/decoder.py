@@ -1,4 +1,4 @@
-"""Decode a transformers model with graphs, on one static cache for all batch sizes.
+"""Decode with a transformers model, using graphs and one static cache for all batch sizes.
 
     decoder = GraphDecoder(model, max_batch_size=32, max_length=1024)
     tokens = decoder.generate(**inputs, max_new_tokens=100)
@@ -8,9 +8,9 @@ decoder calls the model's method with itself as ``custom_generate``. The loop of
 ``admit``, ``step`` and ``drop``. To verify drafts, it calls ``verify`` instead of ``step``; see
 ``speculation.py``.
 
-Requires transformers 4.57.1 to 5.x. Each token of a batch is one step of a ``GraphRunner``, which
-has a graph for each batch size and cache length. Prompts run eager, or through graphs if
-``prompt_sizes`` is set.
+Requires transformers 4.57.1 to 5.x. Each step of a ``GraphRunner`` computes one token of every
+sequence. The runner has a graph for each batch size and cache length. Prompts run eager, or through
+graphs if ``prompt_sizes`` is set.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class DecoderStats:
         dropped: Number of dropped sequences.
         moved: Number of moves to another slot, which keep the batch contiguous.
         moved_bytes: Bytes copied on the device by these moves.
-        graphs: Statistics of the runners: ``tokens`` and ``logits`` for steps that return these,
-            ``drafts`` for steps that verify drafts, ``prompts`` for prompt chunks.
+        graphs: Statistics of each runner in use, by name: ``tokens`` and ``logits`` for steps that
+            return these, ``drafts`` for steps that verify drafts, ``prompts`` for prompt chunks.
         prompts: Number of prompts by how they ran: ``graphs``, or the reason for running eager.
         drafted: Number of verified drafts.
         accepted: Number of accepted drafts.
@@ -122,13 +122,14 @@ class GraphDecoder:
         lengths: Cache lengths to capture graphs for. A step reads the smallest length that covers
             all of its sequences. The default is the powers of two from 128 on, and ``max_length``.
         prompt_sizes: Capture sizes of prompt chunks, in tokens. Prompts that are admitted
-            together run through graphs if their total number of tokens does not exceed the
-            largest size. Other prompts run eager, as do all prompts by default.
+            together, padded to the longest of them, run through graphs only if they have at most
+            as many tokens as the largest size. Other prompts run eager, as do all prompts by
+            default.
         num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with windows
             store this number of additional positions.
         compile: True compiles the whole step with ``torch.compile``, including cache writes and
-            the choice of tokens, and captures the compiled kernels. If this is a function, it
-            receives the step and returns a replacement.
+            the choice of tokens, and captures the compiled kernels. A function receives the step of
+            each cache length and returns its replacement.
         forward: Function that replaces the model in a step, such as ``torch.compile(model)``.
         policy: The policy of the runners, or its name.
         state: Further state of the step, see ``GraphRunner``.
@@ -327,6 +328,8 @@ class GraphDecoder:
             InputError: Padding is not on the left, a prompt is empty, a token is outside the
                 vocabulary, the encoder output is missing or longer than ``max_source_length``, or
                 an earlier step was interrupted.
+            ConfigError: The model is in training mode, or was moved or converted after the decoder
+                was created.
         """
         self._check_ended()
         source = self._source(input_ids, encoder_outputs, encoder_attention_mask)
@@ -352,7 +355,8 @@ class GraphDecoder:
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
-        # After an eager prompt, windows contain no spare positions.
+        # In layers with windows, no position of a prompt can be discarded: after an eager prompt, a
+        # window contains only the positions that the next token attends to.
         back = self.cache.max_discarded or 0
         self._ends += [length + back for length in lengths]
         self._admitted += rows
@@ -394,7 +398,7 @@ class GraphDecoder:
 
         Args:
             drafts: Drafts of the tokens after each row's current token (rows, N), N from 1 to
-                ``num_draft_tokens``. Negative values mean no draft.
+                ``num_draft_tokens``. The drafts of a row end at the first negative value.
 
         Returns:
             For each row, the accepted drafts and one more token (1 to N + 1 tokens). The last token
@@ -431,8 +435,9 @@ class GraphDecoder:
                 layers, no position can be discarded.
 
         Raises:
-            DescriptorError: A row is shorter than its new length, or earlier positions that it
-                would need were overwritten.
+            DescriptorError: There is not one length per row, a row is shorter than its new length,
+                or earlier positions that it would need were overwritten.
+            InputError: An earlier step of a model with recurrent layers was interrupted.
         """
         if len(lengths) != self.num_rows:
             raise DescriptorError(
@@ -450,7 +455,11 @@ class GraphDecoder:
             least = 1 if back is None else max(1, end - back)
             number = whole_number(length)
             if number is None or not least <= number <= now:
-                raise DescriptorError(f"length of row {row}", length, f"from {least} to {now}")
+                allowed = f"from {least} to {now}" if least < now else f"{now}"
+                hint = ""
+                if number is not None and 1 <= number < least:
+                    hint = "Earlier positions of the row can no longer be discarded."
+                raise DescriptorError(f"length of row {row}", length, allowed, hint)
             kept.append(number)
         self._positions = torch.tensor(kept, dtype=torch.int64, device=self.device)
         self._ends, self._lengths, self._is_amid_step = ends, kept, False
@@ -462,21 +471,22 @@ class GraphDecoder:
             The previous index of each remaining row, in the new order.
 
         Raises:
-            DescriptorError: A row does not exist, or is given twice.
+            DescriptorError: ``rows`` is not iterable, or a row does not exist or is given twice.
         """
         if not isinstance(rows, Iterable):
-            raise DescriptorError(
-                "rows", rows, "a list of row indices", f"For a single row, pass [{rows!r}]."
-            )
+            hint = "" if whole_number(rows) is None else f"For a single row, pass [{rows!r}]."
+            raise DescriptorError("rows", rows, "a list of row indices", hint)
         hint = "For a mask, pass mask.nonzero().flatten()."
         gone: set[int] = set()
         for row in rows:
             number = whole_number(row)
             if number is None or not 0 <= number < self.num_rows:
+                self.check_has_rows()
                 allowed = f"at least 0 and less than {self.num_rows} (the number of live rows)"
                 raise DescriptorError("row", row, allowed, hint)
             if number in gone:
-                raise DescriptorError("row", row, "given only once", hint)
+                message = f"Row {number} is given more than once."
+                raise DescriptorError("row", row, "given only once", hint, message=message)
             gone.add(number)
         order = list(range(self.num_rows - len(gone)))
         with torch.no_grad():
@@ -531,7 +541,10 @@ class GraphDecoder:
         """
         if logits and drafts:
             raise ConfigError(
-                "logits", True, "False if drafts=True", "Each of the two has its own runner."
+                "logits",
+                True,
+                "False if drafts=True",
+                "Use one at a time; each has its own runner.",
             )
         if drafts:
             self.check_has_drafts()
@@ -648,8 +661,8 @@ class GraphDecoder:
         if mask.shape != (rows, length):
             raise InputError(
                 "encoder_attention_mask",
-                f"encoder_attention_mask must have the shape {(rows, length)} of encoder_outputs, "
-                f"got {tuple(mask.shape)}.",
+                f"encoder_attention_mask must have shape {(rows, length)}, the rows and positions "
+                f"of encoder_outputs, got {tuple(mask.shape)}.",
             )
         return Source(states, mask.bool())
 
@@ -676,12 +689,16 @@ class GraphDecoder:
 
     def _check_ended(self) -> None:
         if self._is_amid_step:
+            instead = ""
+            if self.cache.max_discarded != 0:
+                instead = (
+                    " Alternatively, call truncate(decoder.row_lengths) and assign the tokens from "
+                    "before the step to decoder.tokens."
+                )
             raise InputError(
                 "rows",
-                f"A step of the {counted(self.num_rows, 'row')} was interrupted or raised an "
-                "error, and may be incomplete. Call reset() and admit the rows again. Without "
-                "recurrent layers, you can instead call truncate(row_lengths) and assign the "
-                "tokens from before the step to decoder.tokens.",
+                f"A step with {counted(self.num_rows, 'row')} was interrupted or raised an error, "
+                f"and may be incomplete. Call reset() and admit the rows again.{instead}",
             )
 
     def _end_step(self, lengths: list[int]) -> None:
@@ -723,7 +740,7 @@ class GraphDecoder:
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
                 f"0 for {name}",
-                "Its steps of several tokens return different logits from prompts.",
+                "Its steps with several tokens return different logits than prompts do.",
             )  # fmt: skip
 
     def check_has_rows(self) -> None:
@@ -763,9 +780,9 @@ class GraphDecoder:
                 "batch size",
                 self.num_rows + rows,
                 f"at most max_batch_size ({self.max_batch_size})",
-                "Pass fewer sequences at a time, or create the GraphDecoder with a larger "
-                f"max_batch_size. Its cache uses {self.cache.num_bytes // self.max_batch_size} "
-                "bytes per sequence.",
+                "Pass fewer sequences at a time, drop finished rows first, or create the "
+                "GraphDecoder with a larger max_batch_size. Its cache uses "
+                f"{self.cache.num_bytes // self.max_batch_size:,} bytes per sequence.",
             )
         if longest > self.max_length:
             raise sequence_too_long(longest, self.max_length)
