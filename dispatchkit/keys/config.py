@@ -71,7 +71,7 @@ class DispatchConfig:
         query_lens: Tokens per request of uniform decode batches, in which every request is past its
             prompt and has exactly this many tokens. Several lengths are possible, for example if
             the number of draft tokens varies. The ``uniform`` argument of ``dispatch`` is a 1-based
-            index of this tuple.
+            index into this tuple.
         varlen_decode: Whether decode graphs accept requests of varying length, up to the first
             query length. This adds a query class after the classes of uniform batches.
         uniform_sizes: Sizes for uniform batches of more than one token per request; None means
