@@ -299,17 +299,20 @@ def test_generate_of_an_encoder_decoder_gives_the_tokens_of_generate():
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "needs"),
     [
-        {"do_sample": True},
-        {"do_sample": False, "repetition_penalty": 1.3},
-        {"do_sample": False, "return_dict_in_generate": True, "output_logits": True},
+        ({"do_sample": True}, "sampling"),
+        ({"do_sample": False, "repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor."),
+        (
+            {"do_sample": False, "return_dict_in_generate": True, "output_logits": True},
+            "scores or logits.",
+        ),
     ],
 )
-def test_sampling_and_processors_are_refused(asked):
+def test_sampling_and_processors_are_refused(asked, needs):
     decoder = decoder_of(llama())
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
-    with pytest.raises(ConfigError, match="This decoder supports only greedy decoding"):
+    with pytest.raises(ConfigError, match=f"only greedy decoding, but the call needs {needs}"):
         loop.generate(prompt_of(3), max_new_tokens=3, **asked)
     assert decoder.stats().admitted == 0
 

@@ -267,7 +267,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             "decoder.num_rows",
             decoder.num_rows,
             "0 when generate() is called",
-            "Call decoder.reset() first, which drops all rows.",
+            "Call reset() of this GraphDecoder or SpeculativeDecoder first, which drops all rows.",
         )
     check_options({**vars(config), **prepared})
     for name in CACHE_NAMES:
@@ -277,9 +277,9 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
                 name,
                 given,
                 "omitted or empty",
-                f"Omit {name} and pass whole prompts, which the decoder runs from the first token.",
-                message=f"{name} must be omitted or empty, got a {type(given).__name__} that "
-                "already contains tokens.",
+                "Omit it and pass whole prompts, which the decoder runs from the first token.",
+                message="A cache passed to generate() must be empty, got a "
+                f"{type(given).__name__} that already contains tokens.",
             )
     odd = sorted(
         name
@@ -291,7 +291,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             "inputs",
             odd,
             f"among {', '.join(sorted(_MODEL_INPUTS))}",
-            "Omit them, or call the model's own generate().",
+            f"Omit {', '.join(odd)}, or call the model's own generate().",
             message=f"The decoder supports only the model inputs "
             f"{', '.join(sorted(_MODEL_INPUTS))}, not {', '.join(odd)}.",
         )
@@ -316,14 +316,16 @@ def _shortest_padding(mask: torch.Tensor) -> int:
     return int((mask.shape[1] - mask.sum(-1)).min())
 
 
-def _logits_of(decoder: RowDecoder, processors: Any) -> Callable[[], torch.Tensor]:
+def _logits_of(decoder: RowDecoder, config: Any, processors: Any) -> Callable[[], torch.Tensor]:
     """Return the decoder's ``logits`` method.
 
     Raises:
         ConfigError: The decoder does not return logits.
     """
     if not has_members(decoder, LogitsDecoder):
-        asked = ", ".join(type(one).__name__ for one in processors) or "sampling, scores or logits"
+        needs = ["sampling"] if config.do_sample else []
+        needs += [type(one).__name__ for one in processors]
+        asked = ", ".join(needs) or "scores or logits"
         raise ConfigError(
             "generate",
             asked,
@@ -359,7 +361,7 @@ class _Loop:
         self.raw: list[torch.Tensor] | None = [] if wants and config.output_logits else None
         # A greedy step chooses the tokens itself and returns no logits.
         self._next_logits = (
-            None if is_greedy(config, processors) else _logits_of(decoder, processors)
+            None if is_greedy(config, processors) else _logits_of(decoder, config, processors)
         )
         rows = input_ids.shape[0]
         self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)

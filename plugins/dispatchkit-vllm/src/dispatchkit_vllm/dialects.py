@@ -29,7 +29,7 @@ class Padding(enum.Enum):
     """The rule that chooses the bucket of a batch."""
 
     SHARED = "shared"  # All modes share one list of sizes and one padding table.
-    PER_QUERY_LEN = "per query length"  # Uniform batches with longer queries have separate sizes.
+    PER_QUERY_LEN = "per query length"  # Uniform batches with query_len > 1 have separate sizes.
     PER_MODE = "per mode"  # Each mode uses its smallest graph that is large enough.
 
 

@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare files and print the results.
 
     Returns:
-        0 if all records of all files agree, 1 if a record differs, 2 if a file cannot be read.
+        0 if all records of all files agree, 1 if a record differs or is invalid, 2 if a file
+        cannot be read.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dispatchkit_vllm.conformance",
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unreadable = False
     for path in options.files:
         try:
-            # The capture sizes of some vectors intentionally cover only some of the batches.
+            # Some vectors intentionally have batches without a capture size, which causes warnings.
             with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)

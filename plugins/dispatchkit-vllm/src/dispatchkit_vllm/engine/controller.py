@@ -141,7 +141,8 @@ class StepController:
 
         Raises:
             ConfigError: An option is invalid, the policy declares graphs that the runner does not
-                capture, or a policy that learns would run on several ranks.
+                capture, or a policy that learns would run on several ranks or on a device other
+                than CUDA and CPU.
             PolicyError: The policy is invalid.
         """
 
@@ -192,6 +193,9 @@ class StepController:
         """Make a policy decide from the next step on; None selects vLLM's own class.
 
         Call it between steps. A policy keeps its learned state and may be activated again.
+
+        Raises:
+            ConfigError: The policy learns, but the device is neither CUDA nor CPU.
         """
         self.core, self.timer, self.summary = core, None, ""
         if self.counts is not None:
