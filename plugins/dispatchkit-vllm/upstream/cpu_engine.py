@@ -1,8 +1,8 @@
 """Run whole vLLM engines on the CPU, with policies in both model runners.
 
-vLLM captures no graphs on a CPU, so the runner gets a new dispatcher with a forced mode. Every step
-still runs eager, so tokens must be equal for all decisions. The second runner needs Triton to
-generate, so its graph manager is called directly, step by step. Each build of vLLM has an
+vLLM captures no graphs on a CPU, so the first runner gets a new dispatcher with a forced mode.
+Every step still runs eager, so tokens must be equal for all decisions. The second runner needs
+Triton to generate, so its graph manager is called directly, step by step. Each build of vLLM has an
 environment under ``.vllm/``. Prints one JSON line per check; the exit code is 1 if a check fails.
 
 usage: cpu_engine.py [--python PYTHON]... [RELEASE...]
@@ -168,7 +168,7 @@ def learning_moves(engine: CpuEngine) -> bool:
         seen.append(found[0].name)
         return found
 
-    # Add the delay inside the controller's timer, which wraps the class, so that it is measured.
+    # Add the delay inside the method that `_timed` wraps, so that it is measured.
     kind = type(engine.runner)
     timed = kind._model_forward  # noqa: SLF001
     inner = timed.__wrapped__

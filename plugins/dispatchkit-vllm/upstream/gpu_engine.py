@@ -1,24 +1,24 @@
 """Measure a whole vLLM engine on a GPU, with policies in one of its model runners.
 
-    python gpu_engine.py policies --runner 1 [--trace steps.csv.gz] [--rounds 20]
+    python gpu_engine.py policies --runner 1 [--few-rounds 5] [--trace steps.csv.gz]
     python gpu_engine.py adaptive --runner 1 [--rounds 20]
-    python gpu_engine.py sizes --runner 1 [--plan steps.csv.gz]
-    python gpu_engine.py gap --runner 1
+    python gpu_engine.py sizes --runner 1 [--few-rounds 5] [--plan steps.csv.gz [--rounds 20]]
+    python gpu_engine.py gap --runner 1 [--rounds 20]
 
-Runs one engine in one process, with asynchronous scheduling and a Llama with random weights. Prints
-JSON lines with the card, the driver and the versions.
+Runs the engine in this process, with asynchronous scheduling and a Llama with random weights.
+Prints JSON lines; the first line contains the card, the driver and the versions.
 
 - ``policies``: in each round, every policy runs the same batch of requests, in turn; ``plain`` is
-  vLLM's own class. For each policy, prints modes, padding, the time of a batch, and whether the
-  tokens equal those of plain. Also prints the mean time of a decision over the first 1,000 steps,
-  its ratio to plain, and the overhead of recording per step.
+  vLLM's own class. For each policy, prints modes, padded rows, the time of a batch, whether the
+  tokens equal those of plain, the mean time of the first 1,000 decisions, and its ratio to plain.
+  Also prints the overhead of recording per step.
 - ``adaptive``: the policy ``adaptive`` takes turns with ``plain`` only.
 - ``sizes``: the time of start-up, the time and memory of captures, and the time of a batch. With
   ``--plan``, uses the 24 sizes with the least padding for a recorded trace. Batches then take turns
   on this engine and on three others: with the default sizes, with 24 planned multiples of 8, and
   with the default sizes again.
-- ``gap``: a large model whose capture sizes have a wide gap, so that graphs compute many more rows
-  than the batch has and are slower than eager.
+- ``gap``: ``adaptive`` and ``plain`` take turns on a large model. Its capture sizes have a wide
+  gap, so that graphs compute many more rows than the batch has and are slower than eager.
 """
 
 # ruff: noqa: SLF001 - measures private parts of the engine
@@ -239,7 +239,7 @@ class DecisionTimer:
         decider.dispatch = dispatch if is_first else dispatch_second
 
     def mean_us(self, name: str) -> float:
-        """Return the mean time of a policy's first decisions."""
+        """Return the mean time of a policy's first decisions, in microseconds."""
         return statistics.fmean(self.times[name][:FIRST_STEPS]) / 1e3
 
 
@@ -320,7 +320,12 @@ def time_learning(timer: Any) -> None:
 def take_turns(
     engine: Engine, names: list[str], rounds: int, make: Callable[[random.Random], Any]
 ) -> Any:
-    """Run policies in turn; return times, equality with plain, timer, tokens and policies."""
+    """Run the same batches with several policies, in turn.
+
+    Returns:
+        By policy, the seconds of each batch and whether its tokens equal those of ``plain``; the
+        decision timer; the number of tokens of the last batch; the policies by name.
+    """
     cores: dict[str, Any] = {"plain": None, "plain again": None}
     for name in names:
         if name not in cores:
@@ -490,7 +495,7 @@ def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
 
 
 def measure_gap(given: argparse.Namespace) -> None:
-    """Measure traffic for which graphs are slower than eager: prompts far below the next size."""
+    """Measure prompts far smaller than the next capture size, for which eager is faster."""
     sizes = [1, 2, 4, 8, 16, 32, 2048]
     engine = Engine(
         given.runner,
@@ -499,7 +504,11 @@ def measure_gap(given: argparse.Namespace) -> None:
         compilation_config={"cudagraph_capture_sizes": sizes},
     )
     emit(
-        what="start of gap", start_s=round(engine.start_s, 1), captures=engine.captures, sizes=sizes
+        what="start of gap",
+        start_s=round(engine.start_s, 1),
+        captures=engine.captures,
+        sizes=sizes,
+        **engine.facts(),
     )
 
     def prompts(rng: random.Random) -> list[tuple[list[int], int]]:
@@ -524,10 +533,12 @@ def main() -> None:
     }
     parser.add_argument("what", choices=tuple(measures))
     parser.add_argument("--runner", type=int, choices=(1, 2), required=True)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--few-rounds", type=int, default=5)
-    parser.add_argument("--trace", help="record steps to this file")
-    parser.add_argument("--plan", help="plan capture sizes from this trace")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="rounds of adaptive, gap and sizes with --plan"
+    )
+    parser.add_argument("--few-rounds", type=int, default=5, help="rounds of policies and sizes")
+    parser.add_argument("--trace", help="policies: record steps to this file")
+    parser.add_argument("--plan", help="sizes: plan capture sizes from this trace")
     given = parser.parse_args()
     measures[given.what](given)
 

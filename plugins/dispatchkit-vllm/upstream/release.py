@@ -1,7 +1,8 @@
 """Run the tests of one vLLM release with dispatchkit's classes, in the folder of the release.
 
-vLLM is imported once, because the import is slow. Each run is a fork, because it replaces the
-classes that the tests import. Prints one JSON line per run; the exit code is 1 if a run fails.
+vLLM is imported once, because the import is slow. Each run has a forked process, because it
+replaces the classes that the tests import. Prints one JSON line per run; the exit code is 1 if a
+run fails.
 
 usage: release.py RELEASE       (started by ``run.py``, with the sources of the release on the path)
 """

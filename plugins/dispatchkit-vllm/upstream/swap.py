@@ -39,7 +39,7 @@ class Swap:
 
     Args:
         what: ``facade`` for the facade of the release, which decides without vLLM's code, or
-            ``engine`` for the class that ``DISPATCHKIT_POLICY=vllm`` creates.
+            ``engine`` for the class that vLLM uses with ``DISPATCHKIT_POLICY=vllm``.
     """
 
     def __init__(self, what: str) -> None:

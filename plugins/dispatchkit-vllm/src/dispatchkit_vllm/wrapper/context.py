@@ -42,13 +42,14 @@ class ForwardContext:
     """Properties of the current step that wrappers can read.
 
     Attributes:
-        runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Members of other enums with
-            these names are also accepted.
+        runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Names, values (0, 1, 2) and
+            members of other enums with these names are also accepted.
         descriptor: The key of the graph: any hashable value, or None.
         facts: Further values for code inside the model.
 
     Raises:
         ModeError: The mode is a combination of two modes.
+        UnknownNameError: No runtime mode has this name.
     """
 
     runtime_mode: RuntimeMode = attrs.field(default=RuntimeMode.NONE, converter=_runtime_mode)
@@ -89,14 +90,15 @@ def set_forward_context(
     """Set the forward context for one step, and restore the previous context afterwards.
 
     Args:
-        runtime_mode: Runtime mode of the step.
-        descriptor: The key of the graph.
+        runtime_mode: Runtime mode of the step, or its name.
+        descriptor: The key of the graph: any hashable value, or None.
         num_tokens: Number of tokens, from which a descriptor is created if ``descriptor`` is
             omitted.
         **facts: Further values for code inside the model.
 
     Raises:
         ModeError: The mode is a combination of two modes.
+        UnknownNameError: No runtime mode has this name.
     """
     if descriptor is None and num_tokens:
         descriptor = BatchDescriptor(num_tokens)

@@ -15,7 +15,7 @@ __all__ = ["BackendDevice", "WrapperDevice"]
 
 
 class WrapperDevice(Protocol):
-    """The device that a wrapper captures on. All calls happen on the wrapper's thread."""
+    """The device that a wrapper captures on; called on the thread that calls the wrapper."""
 
     def global_pool(self) -> Any:
         """Return the pool shared by all wrappers, or None for a separate pool per graph."""
@@ -90,7 +90,7 @@ class _Slot:
         """
         if self.captured is None:
             raise ReplayError(
-                "This graph was not captured yet or was released. Capture it before a replay."
+                "This graph was not captured yet or was released. Call its wrapper to capture it."
             )
         self.captured.replay()
 
@@ -107,10 +107,10 @@ class BackendDevice:
     All wrappers of a device share its pool and its capture stream.
 
     Args:
-        backend: A GraphBackend or its name.
+        backend: A GraphBackend or the name of one.
 
     Raises:
-        ConfigError: ``backend`` is neither a GraphBackend nor its name.
+        ConfigError: ``backend`` is neither a GraphBackend nor the name of one.
     """
 
     def __init__(self, backend: str | GraphBackend) -> None:

@@ -139,14 +139,20 @@ def capturing_is_enabled() -> bool:
     return _capturing_enabled
 
 
-def _validate_capturing(descriptor: Any) -> None:
-    if not _capturing_enabled:
-        raise CaptureError(
-            f"{descriptor} has no graph, and captures are disabled. Capture it before serving, or "
-            f"call set_capturing_enabled(True).",
-            key=str(descriptor),
-            reason="not_permitted",
-        )
+def _validate_capturing(descriptor: Any, *, module_changed: bool = False) -> None:
+    if _capturing_enabled:
+        return
+    problem = f"Descriptor {descriptor} has no graph"
+    step = "Capture this graph before captures are disabled"
+    if module_changed:
+        problem = "The module was moved, or switched between training and evaluation, after the "
+        problem += f"capture of {descriptor}"
+        step = "Undo this change"
+    raise CaptureError(
+        f"{problem}, and captures are disabled. {step}, or call set_capturing_enabled(True).",
+        key=str(descriptor),
+        reason="not_permitted",
+    )
 
 
 class _Counter:
@@ -174,7 +180,7 @@ class GraphWrapper:
         runnable: Callable to capture. Attributes that the wrapper lacks are read from and set on
             the callable.
         mode: The runtime mode in which the wrapper acts: PIECEWISE or FULL.
-        device: The device of the graphs: a ``WrapperDevice`` or a backend.
+        device: The device of the graphs: a ``WrapperDevice``, a backend or the name of a backend.
         options: Options of captures.
         rules: The behavior of the vLLM release to reproduce.
 
@@ -225,7 +231,7 @@ class GraphWrapper:
             replay overwrites the result.
 
         Raises:
-            CaptureError: The key is new, and captures are disabled.
+            CaptureError: The key is new or its module has changed, and captures are disabled.
             WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) the address
                 of a tensor has changed since the capture.
             NoForwardContextError: There is no forward context, and the rules require a context.
@@ -261,12 +267,12 @@ class GraphWrapper:
         """Release a graph whose module changed after the capture, and return a new entry."""
         descriptor = entry.batch_descriptor
         # Raise before the release if captures are disabled: the module may change back.
-        self._validate(descriptor)
+        _validate_capturing(descriptor, module_changed=True)
         if self._once.first():
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
                 f"after the capture of {descriptor}. After each such change, every key is "
-                "captured again. Change the module before the captures. Warned once.",
+                "captured again. Change the module before the captures. Warned once per wrapper.",
                 ChurnWarning,
                 stacklevel=3,
             )
