@@ -145,7 +145,7 @@ class WorkClock(HostClock):
         self._added_ns += int(seconds * 1e9)
 
     def set_mark(self, mark: list[int]) -> None:
-        """Store the current time."""
+        """Store the current time of this clock in a mark."""
         mark[0] = time.thread_time_ns() + self._added_ns
 
 

@@ -4,10 +4,10 @@
 
 Runs in an environment of ``cpu_engine.py``, without a model. The steps come from a recorded trace.
 Between steps, the CPU caches are overwritten as in a forward pass: with warm caches, a decision
-takes a tenth of the time. In every round, the policies are created again and take turns. The mean
-times are over steps, each with its shortest time of all rounds. Prints one JSON line per policy:
-the mean time of a decision, its ratio to the mean time of vLLM's own decisions, and the mean time
-of measuring and learning per step.
+takes a tenth of the time. In every round, the policies are created again and take turns. The means
+use the shortest time of each step over all rounds. Prints one JSON line per policy: the mean time
+of a decision, its ratio to the mean time of vLLM's own decisions, and the mean time of measuring
+and learning per step.
 """
 
 from __future__ import annotations

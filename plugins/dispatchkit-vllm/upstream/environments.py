@@ -17,7 +17,7 @@ BUILDS = {
 }
 #: Build dependencies of this checkout's packages.
 BUILD_TOOLS = ("hatchling", "editables", "packaging")
-# Packages that are linked to CUDA, which break the import of vLLM on a CPU.
+# Packages linked to CUDA; they break the import of vLLM on a CPU.
 _LINKED_TO_CUDA = ("torchvision", "torchaudio", "torchcodec")
 _NEEDS = """
 import importlib.metadata

@@ -89,7 +89,7 @@ def in_a_fork(work: Callable[..., tuple[bool, dict[str, int]]], *args: str) -> A
 
 
 def main() -> int:
-    """Run all tests that the release has."""
+    """Run the tests that the release has, and ``agree.py`` if policies support the release."""
     release = sys.argv[1]
     if Path(MANAGER).is_file():  # these tests require a platform that vLLM recognizes
         sys.path.append(str(as_cpu_build(release)))

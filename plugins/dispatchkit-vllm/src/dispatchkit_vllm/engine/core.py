@@ -96,7 +96,8 @@ class PolicyCore:
         runner: Name of the runner in messages.
 
     Attributes:
-        fallbacks: Number of steps that the runner's own dispatcher decided, by reason.
+        fallbacks: Number of steps for which the policy was asked, but the runner's own dispatcher
+            decided, by reason.
         learns: Whether the policy has an ``observe`` method to learn from outcomes.
 
     Raises:

@@ -121,5 +121,5 @@ class EngineSettings:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no setting is active and vLLM stays unchanged."""
+        """Whether policy, trace and metrics are empty, so that vLLM stays unchanged."""
         return not (self.policy or self.trace or self.metrics)

@@ -40,9 +40,11 @@ def dispatcher_for(original: type[Any]) -> type[Any]:
     takes = frozenset(inspect.signature(original.dispatch).parameters) - {"self"}
     facade = _FORMS.get((takes, hasattr(original, "get_capture_descs")))
     if facade is None:
+        shown = ", ".join(sorted(takes))
+        lists = "has" if hasattr(original, "get_capture_descs") else "lacks"
         raise BackendUnavailableError(
-            f"No supported release of vLLM has a dispatch() with the arguments "
-            f"{', '.join(sorted(takes))}. "
+            f"{original.__name__} is not the dispatcher of a supported vLLM release: it {lists} "
+            f"get_capture_descs(), and the arguments of its dispatch() are ({shown}). "
             "Install vLLM 0.11 to 0.33."
         )
     defined = sys.modules[original.__module__]

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from dispatchkit_vllm.wrapper import (
-    BackendDevice,
     GraphWrapper,
     NoForwardContextError,
     WrappedEntry,
     WrapperOptions,
     WrapperRules,
 )
+from dispatchkit_vllm.wrapper.device import resolve_device
 
 CUDAGraphEntry = WrappedEntry
 CUDAGraphOptions = WrapperOptions
@@ -40,8 +40,11 @@ def use_device(device: Any) -> None:
     Args:
         device: A backend, its name (``"cuda"``, ``"tape"``) or a WrapperDevice. Wrappers of a
             backend share one pool; a WrapperDevice chooses the pools.
+
+    Raises:
+        ConfigError: ``device`` is none of these.
     """
-    _device[:] = [device if hasattr(device, "weak_ref") else BackendDevice(device)]
+    _device[:] = [resolve_device(device)]
 
 
 def current_device() -> Any:

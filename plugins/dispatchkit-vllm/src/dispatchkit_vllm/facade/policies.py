@@ -154,7 +154,7 @@ class DispatchPolicy(abc.ABC):
 
 
 class DefaultDispatchPolicy(DispatchPolicy):
-    """A policy that replays graphs for batches within a range of tokens.
+    """A policy that replays graphs for batches whose number of tokens is within a range.
 
     Args:
         min_tokens_for_graph: Smallest number of tokens of a batch that replays a graph.
@@ -162,7 +162,7 @@ class DefaultDispatchPolicy(DispatchPolicy):
         prefer_piecewise: Whether to prefer PIECEWISE over FULL if both have a graph.
 
     Raises:
-        ConfigError: The range is empty, or a limit is not a whole number in its valid range.
+        ConfigError: The range is empty, or a limit is invalid.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""vLLM 0.13: the dispatcher pads, and keys include a number of requests."""
+"""vLLM 0.13: the dispatcher pads batches, and keys include the number of requests."""
 
 from __future__ import annotations
 

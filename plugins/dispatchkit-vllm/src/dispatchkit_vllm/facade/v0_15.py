@@ -1,4 +1,4 @@
-"""vLLM 0.15: like 0.13, with its own padding table and a capture list."""
+"""vLLM 0.15: like 0.13, but the dispatcher has its own padding table and capture list."""
 
 from __future__ import annotations
 

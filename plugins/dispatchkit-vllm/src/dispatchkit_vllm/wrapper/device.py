@@ -10,12 +10,16 @@ from typing import Any, Protocol
 from dispatchkit.backends import GraphBackend, resolve_backend
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute import weak_tensor
+from dispatchkit.keys import check_instance
 
-__all__ = ["BackendDevice", "WrapperDevice"]
+__all__ = ["BackendDevice", "WrapperDevice", "resolve_device"]
 
 
 class WrapperDevice(Protocol):
-    """The device that a wrapper captures on; called on the thread that calls the wrapper."""
+    """The device that a wrapper captures on.
+
+    Its methods are called on the thread that calls the wrapper.
+    """
 
     def global_pool(self) -> Any:
         """Return the pool shared by all wrappers, or None for a separate pool per graph."""
@@ -186,6 +190,21 @@ class BackendDevice:
 
     def join_offload(self) -> None:
         """Do nothing: nothing is offloaded."""
+
+
+def resolve_device(device: Any) -> WrapperDevice:
+    """Return the device for a backend or its name; a WrapperDevice is returned unchanged.
+
+    Raises:
+        ConfigError: ``device`` is none of these.
+    """
+    if hasattr(device, "weak_ref"):
+        wrapper_device: WrapperDevice = device
+        return wrapper_device
+    if not isinstance(device, str):
+        allowed = "a backend, its name, such as 'cuda' or 'tape', or a WrapperDevice"
+        check_instance(device, GraphBackend, "device", allowed=allowed)
+    return BackendDevice(device)
 
 
 def _map_tensors(change: Callable[[Any], Any], value: Any) -> Any:

@@ -29,13 +29,11 @@ from dispatchkit.keys import CUDAGraphMode, ModeError, RuntimeMode
 from dispatchkit.once import Once
 
 from dispatchkit_vllm.wrapper.context import forward_context_is_available, get_forward_context
-from dispatchkit_vllm.wrapper.device import BackendDevice, WrapperDevice
+from dispatchkit_vllm.wrapper.device import WrapperDevice, resolve_device
 
 __all__ = [
-    "BackendDevice",
     "GraphWrapper",
     "WrappedEntry",
-    "WrapperDevice",
     "WrapperError",
     "WrapperOptions",
     "WrapperRules",
@@ -186,6 +184,7 @@ class GraphWrapper:
 
     Raises:
         ModeError: The mode is NONE.
+        ConfigError: Another argument is invalid.
     """
 
     _all: ClassVar[weakref.WeakSet[GraphWrapper]] = weakref.WeakSet()
@@ -209,9 +208,7 @@ class GraphWrapper:
         self.runnable = runnable
         # A combined mode is accepted, but matches no step.
         self.runtime_mode = configured
-        if not hasattr(device, "weak_ref"):
-            device = BackendDevice(device)
-        self.device: WrapperDevice = device
+        self.device: WrapperDevice = resolve_device(device)
         self.options: WrapperOptions = WrapperOptions() if options is None else options
         self.rules: WrapperRules = WrapperRules() if rules is None else rules
         self.entries: dict[Any, WrappedEntry] = {}
@@ -337,7 +334,7 @@ class GraphWrapper:
         if now != entry.input_addresses:
             raise WrapperError(
                 f"The graph {self.runtime_mode.name} {entry.batch_descriptor} was captured with "
-                f"inputs at the addresses {entry.input_addresses}, but was called with inputs at "
+                f"inputs at the addresses {entry.input_addresses}, but this call has inputs at "
                 f"{now}. Copy the values into the captured inputs."
             )
 
