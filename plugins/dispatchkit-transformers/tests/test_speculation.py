@@ -529,8 +529,9 @@ def test_a_decoder_without_room_for_drafts_says_so():
 
 def test_drafts_of_another_kind_are_errors():
     decoder = decoder_of(llama())
-    with pytest.raises(DescriptorError, match=r"Call admit\(\) first"):
-        decoder.verify(torch.empty(0, 1, dtype=torch.int64))
+    for rows in (0, 1):
+        with pytest.raises(DescriptorError, match=r"Call admit\(\) first"):
+            decoder.verify(torch.zeros(rows, 1, dtype=torch.int64))
     decoder.admit(prompt_of(3))
     for drafts in ([[5]], torch.ones(1, 2), torch.ones(1, 2, dtype=torch.int32)):
         with pytest.raises(InputError, match="drafts must be an int64 tensor of tokens"):

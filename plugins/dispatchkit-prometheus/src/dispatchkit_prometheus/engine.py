@@ -95,7 +95,7 @@ class EngineExport:
     Args:
         where: Port (0 for any free port), or path of a text file (``.prom``) for the node
             exporter's textfile collector.
-        rank: Rank of the process, which is the label ``rank`` and is added to a port other than 0.
+        rank: Rank of the process: the value of the label ``rank``, added to a port other than 0.
         world_size: Number of ranks; if there are several, the file's name contains the rank.
         period_s: Seconds between two writes of the file.
 
@@ -138,7 +138,8 @@ class EngineExport:
                 threading.Thread(
                     target=self._run, args=(period_s,), name="dispatchkit-metrics", daemon=True
                 ).start()
-        except (OSError, OverflowError, ValueError) as error:  # ValueError: no file name, or no int
+        except (OSError, OverflowError, ValueError) as error:
+            # ValueError means that the text is empty or has too many digits.
             raise ConfigError(
                 "metrics",
                 where,

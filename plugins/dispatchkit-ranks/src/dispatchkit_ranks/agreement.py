@@ -76,7 +76,7 @@ class RankAgreement:
         group: A torch.distributed process group; by default the group of all ranks.
         timeout: Maximum time in seconds until all ranks stop if one rank does not reach a step.
             With a timeout below 15 seconds, or if the store does not answer, stopping may take two
-            seconds longer. A rank is late after 0.4 of the timeout.
+            seconds longer. A rank counts as late after 0.4 of the timeout.
         setup_timeout: The timeout in seconds for start-up, captures and the first step, which ranks
             may reach at very different times. If it is less than ``timeout``, ``timeout`` applies.
         device: The device of the exchange. The default is the CPU with gloo, which does not delay

@@ -163,8 +163,8 @@ class RankedDispatcher:
 
         Every rank must call this in every step, an idle rank with 0 tokens. If the result has
         tokens, an idle rank must run a dummy batch of that size. Pass the first five fields of the
-        result exactly once to ``dispatch`` of the dispatcher, or of the runner that owns the
-        dispatcher.
+        result exactly once to ``dispatch`` of the dispatcher or, if it belongs to a runner, to
+        ``runner.decisions.decide``.
 
         Args:
             num_tokens: Number of unpadded tokens of this rank.

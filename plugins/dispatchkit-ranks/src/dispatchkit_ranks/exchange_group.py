@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class ExchangeGroup:
-    """A process group for the exchanges of one agreement, with gloo on the CPU or with NCCL.
+    """A process group for the exchanges of one agreement: gloo on the CPU, NCCL on CUDA devices.
 
     It does not use ``torch.distributed.new_group``. If only the members create a group, that
     function derives the group's name from its members. A second group of the same members would

@@ -101,7 +101,7 @@ class RankedRunner:
 
         Args:
             num_reqs: Number of requests in this rank's batch; 0 if unknown.
-            uniform: Query class of this rank's batch.
+            uniform: Query class of this rank's batch, see ``Dispatcher.dispatch``.
             loras: Number of active adapters.
             ceiling: The modes that this rank's batch allows, see ``Dispatcher.dispatch``.
             switches: Bits of the switches that are on for this rank.
@@ -145,8 +145,16 @@ class RankedRunner:
     def idle(self, ceiling: int = 2) -> bool:
         """Join a step without a batch; run dummy rows if any other rank has a batch.
 
+        Args:
+            ceiling: The modes that this rank allows, see ``Dispatcher.dispatch``.
+
         Returns:
             Whether a dummy batch ran; False if all ranks are idle.
+
+        Raises:
+            NoGraphError: As for a call.
+            RankError: As for a call.
+            ReplayError: As for a call.
         """
         agreed = self.ranked.agree(0, ceiling=self._ceiling(ceiling))
         rows = agreed.num_tokens

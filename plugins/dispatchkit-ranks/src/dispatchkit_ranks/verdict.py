@@ -34,7 +34,7 @@ class Verdict:
 
     Attributes:
         ranks: Global ranks that made the others stop.
-        reason: The reason in one word.
+        reason: The reason, as in ``RankError.reason``.
         text: The explanation.
     """
 
@@ -121,7 +121,7 @@ def store_verdict(host: int | None, own: Note, where: str) -> Verdict:
 
 
 def _if_late(number: int) -> str:
-    """Return the next step for a number of ranks that did not arrive."""
+    """Return advice for one or more ranks that did not arrive."""
     process, they = (
         ("its process is", "it is") if number == 1 else ("their processes are", "they are")
     )

@@ -117,10 +117,12 @@ class GraphDecoder:
         model: A transformers model that can generate text, in evaluation mode.
         max_batch_size: Maximum number of live sequences.
         max_length: Maximum length of a sequence in tokens, including the prompt.
-        max_source_length: Maximum length of the encoder output, for encoder-decoder models.
+        max_source_length: Maximum length of the encoder output. Required for encoder-decoder
+            models; other models reject it.
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
-        lengths: Cache lengths to capture graphs for. A step reads the smallest length that covers
-            all of its sequences. The default is the powers of two from 128 on, and ``max_length``.
+        lengths: Cache lengths to capture graphs for; the largest must be ``max_length``. A step
+            reads the smallest length that covers all of its sequences. The default is the powers of
+            two from 128 on, and ``max_length``.
         prompt_sizes: Capture sizes of prompt chunks, in tokens. Prompts that are admitted
             together, padded to the longest of them, run through graphs only if they have at most
             as many tokens as the largest size. Other prompts run eager, as do all prompts by
@@ -765,6 +767,7 @@ class GraphDecoder:
             raise InputError(
                 DRAFTS, f"drafts must be an int64 tensor of tokens (rows, N), got {got}."
             )
+        self.check_has_rows()
         rows, most = self.num_rows, self.num_draft_tokens
         if drafts.dim() != 2 or len(drafts) != rows or not 1 <= drafts.shape[1] <= most:
             raise InputError(
@@ -776,12 +779,13 @@ class GraphDecoder:
     def check_fits(self, rows: int, longest: int) -> None:
         """Raise DescriptorError if ``rows`` more rows of length ``longest`` do not fit."""
         if self.num_rows + rows > self.max_batch_size:
+            drop = ", drop finished rows first," if self.num_rows else ""
             raise DescriptorError(
                 "batch size",
                 self.num_rows + rows,
                 f"at most max_batch_size ({self.max_batch_size})",
-                "Pass fewer sequences at a time, drop finished rows first, or create the "
-                "GraphDecoder with a larger max_batch_size. Its cache uses "
+                f"Pass fewer sequences at a time{drop} or create the GraphDecoder with a larger "
+                "max_batch_size. Its cache uses "
                 f"{self.cache.num_bytes // self.max_batch_size:,} bytes per sequence.",
             )
         if longest > self.max_length:
