@@ -85,9 +85,12 @@ GOOD = BUILTIN_COST_MODELS["mlp-h100"].to_json()
         ({"eager_us": [[1, -1.0]]}, "eager_us"),
         ({"eager_us": [[1, float("nan")]]}, "eager_us"),
         ({"eager_us": [[1, "fast"]]}, "eager_us"),
-        ({"eager_us": [[1, 1.0], [1, 2.0]]}, "distinct sizes"),
+        ({"eager_us": [[1, 1.0], [1, 2.0]]}, "several values for 1 token. Keep one"),
+        ({"eager_us": [[1, 1e20]]}, r"a number from 0 to 2\*\*53"),
         ({"eager_us": 7}, "eager_us"),
         ({"name": 7}, "name must be a string"),
+        ({"source": 7}, "source must be a string"),
+        ({"axis": "length"}, "axis 'length' has no curves"),
         ({"graph_ms": []}, "graph_us"),
     ],
 )
@@ -110,7 +113,7 @@ def test_what_is_no_model_is_refused(tmp_path):
     path = tmp_path / "model.json"
     for text, message in [
         ("{", "JSON"),
-        ("[1]", "must be a JSON object, got a list"),
+        ("[1]", "must contain a JSON object, got a value of type list"),
         ("{}", "format"),
     ]:
         path.write_text(text)

@@ -147,9 +147,9 @@ def test_limits_are_captured_and_what_lies_beyond_is_counted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axis": "width"}, "no column 'axis.width'. Its axes are length"),
+        ({"axis": "width"}, "no column 'axis.width'. Pass an axis of the trace: length"),
         ({"graphs": 0}, "graphs"),
-        ({"max_size": 1}, "no step to plan on with at most 1 row "),
+        ({"max_size": 1}, "max_size .1 row. and .*the smallest step has 2 rows and length 3"),
         ({"fit_on": "halves"}, "'all' or 'first-half'"),
     ],
 )
@@ -213,7 +213,9 @@ def test_a_ceiling_is_kept_and_told():
     [
         ({}, "a dict of capture sizes by bucket"),
         ([1, 2], "a dict of capture sizes by bucket"),
-        ({16: ()}, "a dict of capture sizes by bucket"),
+        ({16: ()}, r"grid\[16\] must be a list of at least one capture size"),
+        ({16: 4}, r"grid\[16\] must be a list"),
+        ({16: [1], "16": [2]}, "grid buckets must be distinct"),
         ({0: (1,)}, "grid bucket"),
         ({16: (0,)}, r"grid\[16\]"),
     ],

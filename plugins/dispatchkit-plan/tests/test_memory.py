@@ -111,11 +111,11 @@ def test_a_driver_that_took_nothing_yet_may_take_a_block_for_each_lot_of_samples
 @pytest.mark.parametrize(
     ("samples", "sizes", "message"),
     [
-        ([(8, 10)], [8, 4], "at least 2"),
-        ([(4, 10), (8, 20)], [8, 4], "descending order of size"),
-        ([(8, 20), (4, 10)], [8, 4], "never shrinks"),
-        ([(8, 10), (4, 20)], [16, 8, 4], "first sample must be of the largest size"),
-        ([(8, 10), (4, 20)], [], "first sample must be of the largest size"),
+        ([(8, 10)], [8, 4], "at least two samples"),
+        ([(4, 10), (8, 20)], [8, 4], "distinct and in descending order"),
+        ([(8, 20), (4, 10)], [8, 4], "non-decreasing order"),
+        ([(8, 10), (4, 20)], [16, 8, 4], "first sample must be 16, the largest of sizes"),
+        ([(8, 10), (4, 20)], [], "at least one size"),
     ],
 )
 def test_samples_that_say_nothing_are_refused(samples, sizes, message):

@@ -114,7 +114,7 @@ def test_required_sizes_are_in_every_plan(demand, required):
 
 
 def test_a_required_size_must_be_a_candidate():
-    with pytest.raises(ConfigError, match="required must be candidate sizes"):
+    with pytest.raises(ConfigError, match="required must be among the candidate sizes"):
         require_sizes(np.zeros((2, 2)), np.array([4, 8]), [3])
 
 
@@ -130,7 +130,7 @@ def test_plans_within_a_budget_equal_brute_force(demand, price, budget):
     prices = np.array(price, dtype=np.float64)
     cost = padding_costs(candidates, demand)
     if price[-1] > budget:
-        with pytest.raises(ConfigError, match="the price of the largest size"):
+        with pytest.raises(ConfigError, match="which the graph of the largest size"):
             best_sizes_within(candidates, cost, prices, budget, units=budget)
         return
     affordable = [

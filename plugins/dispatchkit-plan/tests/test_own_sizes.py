@@ -171,11 +171,16 @@ def test_where_every_size_has_a_graph_there_is_nothing_to_add():
         ({"graphs": 0}, ConfigError, "graphs"),
         ({"graphs": 1, "memory_bytes": 5}, ConfigError, "exactly one"),
         ({"memory_bytes": 5}, ConfigError, "bytes_per_graph"),
-        ({"memory_bytes": 5, "bytes_per_graph": 6}, ConfigError, "at least 6, the memory of one"),
+        (
+            {"memory_bytes": 5, "bytes_per_graph": 6},
+            ConfigError,
+            "at least 6, the memory of the smallest",
+        ),
         ({"graphs": 1, "beside": [0]}, ConfigError, "beside"),
-        ({"graphs": 1, "beside": [TOP + 1]}, ConfigError, "max_size"),
+        ({"graphs": 1, "beside": [TOP + 1]}, ConfigError, "max_size .* largest size in beside"),
         ({"graphs": 1, "max_waste": 1.5}, ConfigError, "max_waste"),
         ({"graphs": 1, "max_waste": True}, ConfigError, "max_waste"),
+        ({"graphs": 1, "max_waste": "all"}, ConfigError, "max_waste must be a share"),
         ({"graphs": 1, "steps": [10, 11]}, TraceError, "Raise max_size"),
     ],
 )

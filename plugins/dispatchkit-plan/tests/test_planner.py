@@ -37,7 +37,7 @@ def test_a_plan_keeps_its_promises(tokens, max_size, graphs):
     """The largest size is included and counted, and the waste follows from the sizes."""
     trace = trace_of(tokens)
     if min(tokens) > max_size:
-        with pytest.raises(TraceError, match=f"at most {max_size} tokens"):
+        with pytest.raises(TraceError, match=rf"exceeds max_size \({max_size} tokens\)"):
             plan_sizes(trace, graphs=graphs, max_size=max_size)
         return
     plan = plan_sizes(trace, graphs=graphs, max_size=max_size, curve_to=8)
@@ -93,11 +93,15 @@ def test_a_validated_hedge_saves_what_the_optimum_loses():
 
 def test_warnings_say_when_not_to_rely_on_a_plan():
     short = plan_sizes(trace_of([5] * 50), graphs=2, max_size=8)
-    assert any("The trace is short: it has 50 steps" in text for text in short.warnings)
-    assert any("Validating a hedge requires 300 steps" in text for text in short.warnings)
+    assert any(
+        "The trace is short: only 50 steps of at most 8 tokens" in text for text in short.warnings
+    )
+    assert any(
+        "based on only 50 steps. Validating a hedge requires 300" in text for text in short.warnings
+    )
     assert any("judged on the steps it was planned on" in text for text in short.warnings)
     large = plan_sizes(trace_of([5, 90, 90] * 400), graphs=2, max_size=8)
-    assert any("800 of 1,200 steps have more than 8 tokens" in text for text in large.warnings)
+    assert any("(800 of 1,200) exceed max_size (8 tokens)" in text for text in large.warnings)
     many = plan_sizes(trace_of([5] * 2000), graphs=6, max_size=8)
     assert any(
         "has 6 graphs, but the planning steps have only 1 distinct size" in text
@@ -113,7 +117,7 @@ def test_a_histogram_is_planned_with_the_standard_hedge():
     plan = plan_sizes(histogram, graphs=2, max_size=16)
     assert plan.sizes == (5, 16) or plan.sizes == (8, 16)
     assert plan.robust.hedge.hedge == FALLBACK_HEDGE
-    assert any("no order" in text for text in plan.warnings)
+    assert any("the order of the steps is unknown" in text for text in plan.warnings)
     with pytest.raises(ConfigError, match="not record the order"):
         plan_sizes(histogram, graphs=2, max_size=16, fit_on="first-half")
 
@@ -140,19 +144,19 @@ def test_alignment_restricts_every_size():
         ({"graphs": 2, "fit_on": "second-half"}, "'all' or 'first-half'"),
         ({"graphs": 2, "hedge": "strong"}, "'auto', 'none'"),
         ({"graphs": 2, "keyed": True}, "uniform_decode"),
-        ({"graphs": 2, "token_budget": 9}, "at least 17"),
-        ({"memory_bytes": 1e9, "bytes_per_graph": 1.0, "token_budget": 9}, "at least 17"),
+        ({"graphs": 2, "token_budget": 9}, r"'auto', None, .* greater than max_size \(16\)"),
+        ({"memory_bytes": 1e9, "bytes_per_graph": 1.0, "token_budget": 9}, "greater than max_size"),
         ({"memory_bytes": 1e9}, "bytes_per_graph"),
         ({"memory_bytes": float("nan"), "bytes_per_graph": 1.0}, "greater than 0"),
-        ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "the price of the largest size"),
+        ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "at least 200, which the graph"),
         ({"capture_time_s": 1.0}, "capture_s_per_graph"),
         ({"capture_time_s": 1.0, "capture_s_per_graph": -1}, "greater than 0"),
         ({"graphs": 2, "cost_model": "mlp-h100"}, r"a dispatchkit_plan.CostModel, .* load_cost_"),
         ({"graphs": 2, "hedge": Hedge}, r"Pass an instance: Hedge\(\.\.\.\)"),
         ({"graphs": 2, "dispatch": "sometimes"}, "dispatch must be 'always' or 'best'"),
         ({"graphs": 2, "keyed": "uniforms"}, "keyed must be True, False, 'uniform' or"),
-        ({"graphs": 2, "lora_overhead": -1}, "lora_overhead must be a share of at least 0"),
-        ({"graphs": 2, "lora_overhead": "x"}, "lora_overhead must be a share"),
+        ({"graphs": 2, "lora_overhead": -1}, "lora_overhead must be a non-negative number"),
+        ({"graphs": 2, "lora_overhead": "x"}, "lora_overhead must be a non-"),
         ({"graphs": 2, "separate_base": "x"}, "separate_base must be True or False"),
         ({"graphs": 2, "max_uniform_size": 0}, "max_uniform_size must be a whole number"),
     ],
@@ -268,13 +272,18 @@ def test_steps_without_adapters_keep_graphs_of_their_own():
     together = plan_sizes(trace, **kinds, separate_base=False)
     assert {(f.uniform, f.num_active_loras) for f in together.families} == {(True, 3), (False, 8)}
     assert together.waste_pct <= plan.waste_pct
-    with pytest.raises(ConfigError, match="each kind of step is planned separately"):
-        plan_sizes(trace, graphs=1, keyed=True, hedge="none")
+    for options in ({}, {"curve_to": 1}, {"max_size": 1, "keyed": "uniform+loras"}):
+        with pytest.raises(ConfigError, match=r"at least . if each kind of step is planned"):
+            plan_sizes(
+                trace_of([1] * 9, uniform_decode=[1] * 9), **{"graphs": 1, "keyed": True, **options}
+            )
+    with pytest.raises(ConfigError, match="at least 16, which 2 graphs need, one for each kind"):
+        plan_sizes(trace, keyed=True, memory_bytes=15, bytes_per_graph=8)
 
 
 @pytest.mark.parametrize("own", ["x", None, 0.5, 2, -1])
 def test_a_hedge_is_shares_with_a_sum_of_1(own):
-    with pytest.raises(ConfigError, match="shares of the hedge must be numbers of at least 0"):
+    with pytest.raises(ConfigError, match="shares in spread must be non-negative numbers that sum"):
         Hedge(own)
 
 
@@ -290,5 +299,5 @@ def test_a_hedge_keeps_the_total_and_fills_gaps():
     spread = Hedge(own=0.0, spread=((0.25, 1.0),)).apply(demand)
     assert np.flatnonzero(spread).tolist() == [6, 7, 8, 9, 10, *range(30, 51)]
     for bad in ({"own": 0.5}, {"own": -0.5, "prior": 1.5}, {"own": 0.5, "spread": ((2.0, 0.5),)}):
-        with pytest.raises(ConfigError, match=r"hedge|width in spread"):
+        with pytest.raises(ConfigError, match=r"shares in spread|width in spread"):
             Hedge(**bad)

@@ -14,7 +14,7 @@ Optional fields:
 - ``graph_bytes`` and ``capture_us``: the memory and the capture time of one more graph.
 - ``clock``: ``device``, or ``host`` if the times were measured without a device.
 
-All times are for whole steps.
+``eager_us``, ``graph_us`` and ``piecewise_us`` are times of whole steps.
 
 If the time of a step also depends on an axis (a sequence length, an image size), the file has
 curves for several values of this axis: ``"axis": "length", "at": [[16, {"eager_us": ...,
@@ -34,7 +34,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.errors import ConfigError, UnknownNameError, counted
 from dispatchkit.files import check_path, write_whole
 from dispatchkit.keys import check_instance, whole_number
 
@@ -111,11 +111,8 @@ def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | Non
 
 
 def _curve(setting: str, points: Any) -> Curve:
-    allowed = (
-        "a list of [tokens, value] pairs with distinct sizes of at least 1 and finite values of at "
-        "least 0"
-    )
-    point = "a [tokens, value] pair with a size of at least 1 and a finite value of at least 0"
+    allowed = "a list of at least one [tokens, value] pair"
+    point = "a [tokens, value] pair: a whole number from 1 to 2**53, and a number from 0 to 2**53"
     if isinstance(points, Curve):
         points = points.points
     try:
@@ -132,8 +129,15 @@ def _curve(setting: str, points: Any) -> Curve:
         if not sized or not valued or not 0 <= value <= _LARGEST:
             raise ConfigError(f"point of {setting}", [size, value], point)
     pairs.sort()
-    if len({size for size, _ in pairs}) != len(pairs):
-        raise ConfigError(setting, [list(pair) for pair in pairs], allowed)
+    repeated = [list(after) for before, after in itertools.pairwise(pairs) if before[0] == after[0]]
+    if repeated:
+        raise ConfigError(
+            setting,
+            repeated,
+            "a list of [tokens, value] pairs with one pair for each number of tokens",
+            "Keep one of them.",
+            message=f"{setting} has several values for {counted(repeated[0][0], 'token')}.",
+        )
     return Curve(tuple((int(size), float(value)) for size, value in pairs))
 
 
@@ -178,7 +182,7 @@ class CostModel:
         clock: ``device``, or ``host`` for times measured without a device, which do not predict
             device times.
         axis: Name of the measured axis; empty if only the number of tokens was varied.
-        along: (value, model) pairs for each measured value of the axis, sorted by value.
+        along: A (value, model) pair for each measured value of the axis, sorted by value.
 
     Times are in microseconds, memory is in bytes.
     """
@@ -206,13 +210,21 @@ class CostModel:
             raise ConfigError(
                 "axis",
                 self.axis,
-                "a name if `along` has models, and empty otherwise",
+                "given with `along`, and omitted otherwise",
+                "Set `along` (`at` in a file), or omit axis." if self.axis else "Set axis.",
+                message=f"axis {self.axis!r} has no curves."
+                if self.axis
+                else "`along` (`at` in a file) has curves, but axis is missing.",
             )
         for value in values:
             if whole_number(value) is None or not 1 <= value <= _LARGEST:
-                raise ConfigError("value of axis", value, "an integer of at least 1")
+                raise ConfigError(
+                    f"value of axis {self.axis!r}", value, "a whole number from 1 to 2**53"
+                )
         if sorted(set(values)) != values:
-            raise ConfigError("values of axis", values, "distinct and in ascending order")
+            raise ConfigError(
+                f"values of axis {self.axis!r}", values, "distinct and in ascending order"
+            )
 
     def at(self, value: int) -> CostModel:
         """Return the model for a value of the axis, or the model itself if it has no axis.
@@ -316,7 +328,8 @@ class CostModel:
         """Return the model described by the content of a file.
 
         Raises:
-            ConfigError: The content is not a cost model, or its version or points are invalid.
+            ConfigError: The content is not a cost model, or its version or one of its fields is
+                invalid.
             UnknownNameError: The content has an unknown field.
         """
         if not isinstance(data, Mapping) or data.get("format") != COST_MODEL_FORMAT:
@@ -328,15 +341,15 @@ class CostModel:
                 _WRITES,
                 message=""
                 if is_object
-                else f"{where} must be a JSON object, got a {type(data).__name__}.",
+                else f"{where} must contain a JSON object, got a value of type "
+                f"{type(data).__name__}.",
             )
         if data.get("version") != COST_MODEL_VERSION:
             raise ConfigError(
                 f"{where}: version",
                 data.get("version"),
                 str(COST_MODEL_VERSION),
-                "A different version of dispatchkit wrote the model. Run `dispatchkit calibrate` "
-                "again.",
+                "Run `dispatchkit calibrate` with this version of dispatchkit.",
             )
         known = {"format", "version", "name", "source", "clock", "axis", "at", *_CURVES}
         odd = sorted(set(data) - known)
@@ -352,6 +365,9 @@ class CostModel:
                 hint,
                 message=f"{where}: field {missing[0]!r} is missing.",
             )
+        for field in ("name", "source", "axis"):
+            if not isinstance(data.get(field, ""), str):
+                raise ConfigError(f"{where}: {field}", data[field], "a string")
         try:
             return cls(
                 name=data["name"],
@@ -361,9 +377,7 @@ class CostModel:
                 along=cls._along(data),
                 **{field: data[field] for field in _CURVES if field in data},
             )
-        except (TypeError, ConfigError) as error:
-            if isinstance(error, TypeError):
-                raise ConfigError(f"{where}: name", data["name"], "a string") from None
+        except ConfigError as error:
             error.add_note(f"In {where}.")
             raise
 
@@ -383,10 +397,10 @@ class CostModel:
             odd = set(curves) - set(_CURVES)
             if missing or odd:
                 raise ConfigError(
-                    f"at[{index}]",
+                    f"curves of at[{index}]",
                     sorted(curves),
-                    f"curves named {', '.join(_CURVES)}, of which eager_us and graph_us are "
-                    "required",
+                    "eager_us and graph_us, and optionally piecewise_us, graph_bytes and "
+                    "capture_us",
                 )
             shared = {"name": data["name"], "source": data.get("source", "")}
             found.append((value, cls(**shared, clock=data.get("clock", "device"), **curves)))
@@ -424,7 +438,7 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
             "cost model",
             name,
             BUILTIN_COST_MODELS,
-            "Pass one of these names, or the path of a file.",
+            "There is no file of this name either; `dispatchkit calibrate` writes one.",
         ) from None
     except OSError as error:
         raise ConfigError(

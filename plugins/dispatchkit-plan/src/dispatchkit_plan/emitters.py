@@ -31,7 +31,7 @@ class EngineSettings:
         text: Text to paste into the command line or configuration of the engine.
         sizes: Capture sizes in the text.
         means: Unit of the sizes.
-        notes: Further advice, one sentence per entry.
+        notes: Further advice, one note per entry.
         source: Where the engine documents the format.
     """
 
@@ -54,11 +54,13 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
         plan: Plan, whose hedged sizes are used, or a sequence of sizes in tokens.
         engine: ``dispatchkit``, ``vllm``, ``sglang``, ``sglang-legacy`` or ``tensorrt-llm``.
         query_len: Number of tokens per request in a uniform decode step: 1, or 1 plus the number of
-            draft tokens. For engines that count requests, sizes are divided by this number.
+            draft tokens. For engines that count requests, sizes are divided by this number and
+            rounded up.
 
     Raises:
         UnknownNameError: The engine is unknown.
-        ConfigError: The plan has no sizes.
+        ConfigError: The plan has no sizes, or a size or ``query_len`` is not a whole number of at
+            least 1.
     """
     if engine not in tuple(EMITTERS):  # a tuple, because the value might be unhashable
         raise UnknownNameError("engine", engine, EMITTERS)
@@ -76,14 +78,14 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
                 notes = (
                     (
                         "The plan has separate sizes for each kind of step, but this engine "
-                        "accepts one list for all kinds, so the engine captures more graphs than "
+                        "accepts one list for all kinds, so it may capture more graphs than "
                         "planned."
                     ),
                 )
     else:
         sizes = tuple(sorted(set(check_counts(plan, "plan"))))
     if not sizes:
-        raise ConfigError("sizes", (), "a list of at least one size")
+        raise ConfigError("plan", (), "a plan, or a list of at least one size")
     made = make(sizes, query_len)
     return attrs.evolve(made, notes=(*made.notes, *notes))
 
@@ -158,8 +160,8 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 
 _SGLANG_NOTES = (
     (
-        "The sizes apply only to decode steps. Use the uniform decode sizes of a plan made with "
-        "--keyed."
+        "The sizes apply only to decode steps, so plan with --keyed: of such a plan, only the "
+        "uniform decode sizes are used."
     ),
     "With data-parallel attention, sizes count the requests of one rank.",
 )

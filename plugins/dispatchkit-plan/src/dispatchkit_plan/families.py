@@ -6,9 +6,9 @@ has its own sizes, and all families share one budget of graphs. For each family,
 computes the exact minimum cost for every number of sizes. The joint cost is also exact: to divide k
 graphs between two families, every split is compared.
 
-LoRA counts can share graphs: counts 1 to 8 can use graphs captured for 8, or counts 1 to 3 can have
-separate graphs. Every grouping of adjacent counts is compared. Without an extra cost per adapter,
-one group for all counts is always best.
+LoRA counts can share graphs: counts 1 to 8 can all use graphs captured for 8, or counts 1 to 3 can
+use graphs captured for 3. Every grouping of adjacent counts is compared. Without an extra cost per
+adapter, one group for all counts is always best.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Family:
 
     Attributes:
         uniform: True for uniform decode, False for mixed, None if not distinguished.
-        loras: Number of adapters that the graphs are captured for; None if not distinguished.
-        demand: Number of steps of each size, 0 to max_size.
+        loras: Number of active adapters of the steps; None if not distinguished.
+        demand: Number of steps of each size, 0 to max_size. Shape (max_size + 1,).
     """
 
     uniform: bool | None
@@ -50,7 +50,7 @@ class Family:
 def split_families(
     work: Workload, max_size: int, *, by_uniform: bool, by_loras: bool
 ) -> list[Family]:
-    """Return the families of a workload: mixed and uniform, by ascending LoRA count.
+    """Return the families of a workload: mixed, then uniform, each by ascending LoRA count.
 
     Both kinds are returned even if one kind has no steps yet, because later traffic may have some.
 
@@ -96,7 +96,7 @@ class JointCurve:
     """The best joint plan for each total number of graphs.
 
     Attributes:
-        costs: Minimum cost with k graphs at index k; inf if k graphs are too few.
+        costs: Minimum cost with k graphs at index k; inf if no plan has k graphs.
         choices: (group, number of sizes) pairs for each k; None if the cost is infinite.
     """
 
@@ -107,6 +107,11 @@ class JointCurve:
     def fewest(self) -> int:
         """Minimum number of graphs that covers every family."""
         return int(np.flatnonzero(np.isfinite(self.costs))[0])
+
+    @property
+    def most(self) -> int:
+        """Maximum number of graphs of a plan."""
+        return int(np.flatnonzero(np.isfinite(self.costs))[-1])
 
     def plan(self, num_graphs: int) -> list[tuple[bool | None, int | None, tuple[int, ...]]]:
         """Return (uniform, loras, sizes) for each group of the best plan.
@@ -119,8 +124,7 @@ class JointCurve:
             raise ConfigError(
                 "graphs",
                 num_graphs,
-                f"from {self.fewest} to {len(self.choices) - 1} if each kind of step is planned "
-                "separately",
+                f"at least {self.fewest} if each kind of step is planned separately",
                 "Each kind needs at least one graph, for its largest size.",
             )
         return [(g.uniform, g.loras, g.curve.sizes(count)) for g, count in chosen]
@@ -140,7 +144,7 @@ def joint_curve(
 
     Args:
         families: Families to plan graphs for.
-        candidates: Sizes that may be captured; the last one is in every group.
+        candidates: Sizes that may be captured; the last one is captured for every group.
         objective: Objective to minimize.
         hedge: Hedge applied to the steps of each group.
         max_graphs: Maximum total number of graphs.
@@ -240,6 +244,6 @@ def _plan_for(
     )
     if larger:
         return plans[larger[0][1]]
-    # Families without a plan use the sizes of the largest LoRA count.
+    # If no plan has a sufficient LoRA count, use the plan with the largest.
     same = [key for key in plans if key[0] == family.uniform] or list(plans)
     return plans[max(same, key=lambda key: key[1] or 0)]

@@ -2,8 +2,9 @@
 
 Consider a batch of n rows whose longest item has v positions. The batch runs in the smallest bucket
 of the axis that is at least v, and at the smallest capture size of this bucket that is at least n.
-Sizes and buckets could be planned separately, with a graph for each combination. However, short
-batches tend to differ in size from long batches, so each bucket needs its own sizes.
+Sizes and buckets could be planned separately, with a graph for each combination. However, batches
+of short items tend to differ in size from batches of long items, so each bucket needs its own
+sizes.
 
 ``plan_grid`` uses dynamic programming twice. For every range of values and every number of sizes,
 it finds the best sizes (``optimal``). It then divides the values into ranges, within one budget of
@@ -32,7 +33,7 @@ from dispatchkit_plan.objective import Objective, PaddingObjective, TimeObjectiv
 from dispatchkit_plan.optimal import BoolArray, FloatArray, IntArray, SizeCurve, size_curve
 from dispatchkit_plan.workload import FitOn, check_trace
 
-__all__ = ["GridPlan", "GridProduct", "plan_grid"]
+__all__ = ["GridPlan", "GridProduct", "ignored_axes", "plan_grid"]
 
 _MAX_SIZES = 72
 _MAX_VALUES = 44
@@ -161,7 +162,7 @@ def plan_grid(
     Args:
         trace: Steps with a value of the axis (column ``axis.NAME``).
         axis: Name of the axis to plan buckets for.
-        graphs: Total number of graphs, over all buckets.
+        graphs: Maximum number of graphs, over all buckets.
         max_size: Largest size, captured in every bucket; by default, the size of the largest step.
         max_value: Largest bucket; by default, the largest value.
         fit_on: ``all`` or ``first-half``.
@@ -184,18 +185,20 @@ def plan_grid(
     max_value = int(work.values.max()) if max_value is None else check_count(max_value, "max_value")
     fit, judged, judged_on = work.split(fit_on)
     if not len(fit.within(max_size, max_value)):
+        least = int((fit.sizes * fit.values).argmin())
         raise TraceError(
             trace.source,
             None,
-            f"has no step to plan on with at most {counted(max_size, 'row')} (max_size) and "
-            f"{axis} of at most {max_value} (max_value). Raise these limits.",
+            f"no step is within max_size ({counted(max_size, 'row')}) and max_value ({axis} "
+            f"{max_value}). Raise these limits; the smallest step has "
+            f"{counted(int(fit.sizes[least]), 'row')} and {axis} {int(fit.values[least])}.",
         )
     if cost_model is not None and cost_model.along and cost_model.axis != axis:
         raise ConfigError(
             "cost_model",
             cost_model.name,
             f"measured along {axis!r} or without an axis",
-            f"Calibrate along {axis!r}.",
+            f"Calibrate a runner whose axis is {axis!r}.",
             message=f"Cost model {cost_model.name!r} was measured along {cost_model.axis!r}, but "
             f"the plan is for {axis!r}.",
         )
@@ -215,6 +218,20 @@ def plan_grid(
     return planner.plan(hedge, None)
 
 
+def ignored_axes(axes: Sequence[str]) -> str:
+    """Return the warning of a plan that ignores the axes of a trace."""
+    if len(axes) == 1:
+        return (
+            f"The plan ignores the axis {axes[0]}: each size needs a graph for every bucket, but "
+            "the budget counts it once. To plan the buckets too, use plan_grid or --axis."
+        )
+    return (
+        f"The plan ignores the axes {' and '.join(axes)}: each size needs a graph for every "
+        "combination of buckets, but the budget counts it once. To plan the buckets of one axis "
+        "too, use plan_grid or --axis."
+    )
+
+
 @attrs.frozen(eq=False)
 class _Batches:
     """Rows and axis values of steps, as arrays of shape (steps,)."""
@@ -228,16 +245,17 @@ class _Batches:
     def of(cls, trace: StepTrace, axis: str) -> _Batches:
         """Return the steps of a trace, excluding steps without rows."""
         if axis not in trace.axes:
-            named = f"Its axes are {', '.join(trace.axes)}." if trace.axes else "It has no axes."
-            problem = f"has no column 'axis.{axis}'. {named}"
+            problem = f"has no column 'axis.{axis}'."
+            if trace.axes:
+                problem += f" Pass an axis of the trace: {', '.join(trace.axes)}."
+            else:
+                problem += " Record the values of the axis in this column."
             raise TraceError(trace.source, None, problem)
         sizes = np.array(trace.column("num_tokens"), dtype=np.int64)
         values = np.maximum(np.array(trace.column(f"axis.{axis}"), dtype=np.int64), 1)
         some = sizes > 0
         if not some.any():
-            raise TraceError(
-                trace.source, None, "has no step with tokens to plan on. Use another trace."
-            )
+            raise TraceError(trace.source, None, "has no step with tokens. Use another trace.")
         return cls(sizes[some], values[some], trace.source, trace.has_order)
 
     def __len__(self) -> int:
@@ -262,8 +280,10 @@ class _Batches:
             raise TraceError(
                 self.source,
                 None,
-                "cannot be split into halves, which requires at least 2 steps in recorded order. "
-                "Use fit_on='all'.",
+                "cannot be split into halves: it has only one step. Use fit_on='all'."
+                if self.has_order
+                else "cannot be split into halves: it does not record the order of its steps. Use "
+                "fit_on='all'.",
             )
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 
@@ -363,8 +383,9 @@ class _GridPlanner:
         if len(self.fit) >= 1000:
             return []
         short = (
-            f"The trace is short: it has {counted(len(self.fit), 'step')} within the limits, fewer "
-            "than 1,000. Record a longer trace before you rely on the plan."
+            f"The trace is short: only {counted(len(self.fit), 'step')} within the limits could be "
+            "used for planning, fewer than 1,000. Record a longer trace before you rely on the "
+            "plan."
         )
         return [short]
 
@@ -411,8 +432,8 @@ class _GridPlanner:
         at = np.searchsorted(values, work.values)
         top = int(sizes[-1])
         by_value = [_demand(work.sizes[at == index], top) for index in range(len(values))]
-        # Each entry [end, k] is for the first `end` values and k graphs: the minimum cost, the
-        # start of the last bucket, and its number of sizes.
+        # Entries [end, k] of three arrays describe the best plan for the first `end` values with k
+        # graphs: its cost, the start of its last bucket, and the number of sizes of this bucket.
         least = np.full((len(values) + 1, most + 1), np.inf)
         least[0, 0] = 0.0
         begins, counts = np.zeros((2, len(values) + 1, most + 1), dtype=np.int64)
@@ -425,7 +446,7 @@ class _GridPlanner:
             for begin in range(end - 1, -1, -1):
                 demand = demand + by_value[begin]
                 if begin and not by_value[begin].any():
-                    continue  # the value has no steps
+                    continue  # no steps: the bucket can start at the next value instead
                 curve = size_curve(
                     sizes,
                     factor * objective.costs(sizes, hedge.apply(demand)),

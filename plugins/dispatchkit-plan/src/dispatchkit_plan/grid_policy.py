@@ -24,15 +24,16 @@ __all__ = ["GridPolicy"]
 class GridPolicy:
     """A policy that replays the smallest sufficient graph, with separate sizes per bucket.
 
-    The configuration must have exactly one axis, with the buckets of the grid. The ``sizes`` of the
-    configuration determine the size of the static inputs; the largest must be at least the largest
-    size of the grid.
+    The configuration must have exactly one axis, with the buckets of the grid, and a
+    ``max_num_tokens`` of at least the largest size of the grid. The ``sizes`` of the configuration
+    do not affect which graphs are captured.
 
     Args:
         grid: Capture sizes of each bucket of the axis, as returned by ``plan_grid``.
 
     Raises:
-        ConfigError: The grid is empty, or a bucket or size is not an integer of at least 1.
+        ConfigError: The grid is empty, a bucket is repeated or has no sizes, or a bucket or size is
+            not a whole number of at least 1.
     """
 
     name = "grid"
@@ -46,9 +47,11 @@ class GridPolicy:
         self.grid: dict[int, tuple[int, ...]] = {}
         for bucket, sizes in given.items():
             number = check_count(bucket, "grid bucket")
-            checked = check_capture_sizes(tuple(sizes), setting=f"grid[{number}]")
-            if not checked or number in self.grid:
-                raise ConfigError("grid", grid, allowed)
+            checked = check_capture_sizes(sizes, setting=f"grid[{number}]")
+            if not checked:
+                raise ConfigError(f"grid[{number}]", sizes, "a list of at least one capture size")
+            if number in self.grid:
+                raise ConfigError("grid buckets", list(given), "distinct numbers")
             self.grid[number] = checked
         self.grid = dict(sorted(self.grid.items()))
 
@@ -57,14 +60,14 @@ class GridPolicy:
 
         Raises:
             ConfigError: The configuration does not have exactly one axis with the buckets of the
-                grid, or its largest size is smaller than the largest size of the grid.
+                grid, or its ``max_num_tokens`` is smaller than the largest size of the grid.
         """
         buckets = tuple(self.grid)
         if len(config.axes) != 1 or config.axes[0].buckets != buckets:
             raise ConfigError(
                 "axes",
                 config.axes,
-                f"a list of one axis whose buckets are those of the grid, {buckets}",
+                f"a list of one axis whose buckets are those of the grid: {buckets}",
             )
         largest = max(sizes[-1] for sizes in self.grid.values())
         if config.max_num_tokens < largest:
@@ -86,7 +89,7 @@ class GridPolicy:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return a decision to replay the smallest graph that covers the batch, or to run eager."""
+        """Return a decision to replay the smallest ready graph for the batch, or to run eager."""
         obstacle: str = Reason.NO_KEY
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             for key in graphs.covering(batch, mode):

@@ -5,10 +5,10 @@ traffic, an unseen size of the next minute may be padded to the largest graph. T
 optimizes for a mixture of three histograms: the trace's histogram, this histogram with each size
 spread over its neighborhood, and a small share of every size, proportional to 1/size.
 
-The shares are found by validation. The trace is divided into blocks. For each mixture in a short
-list, sizes are planned on the first blocks and judged on the next block. Every block after the
-first serves once as the next block. The mixtures are then averaged, and a lower excess has more
-weight: a mixture with 1.03 times the lowest excess has about 40% of the weight of the best mixture.
+The shares are found by validation. The trace is divided into blocks. Each block after the first is
+held out once: for each mixture in a short list, sizes are planned on the earlier blocks and judged
+on the held-out block. The mixtures are then averaged, and a lower excess has more weight: a mixture
+with 1.03 times the lowest excess has about 40% of the weight of the best mixture.
 Only steps used for planning are used for validation.
 """
 
@@ -43,7 +43,7 @@ _BLOCKS = 6
 _PLAN_SIZES = range(8, 65)
 # A mixture with e^x times the lowest excess has the relative weight exp(-30 x).
 _SHARPNESS = 30.0
-# Percent added to an excess before its logarithm is taken, so that 0 and 0.1% are nearly equal.
+# Percentage points added to an excess before its logarithm is taken, because log(0) is not finite.
 _SMOOTH_PCT = 0.3
 _MAX_CANDIDATES = 512
 
@@ -65,14 +65,15 @@ class Hedge:
 
     def __attrs_post_init__(self) -> None:
         shares = [self.own, self.prior, *(share for _, share in self.spread)]
-        allowed = "numbers of at least 0 with a sum of 1"
+        setting = "own, prior and the shares in spread"
+        allowed = "non-negative numbers that sum to 1"
         if not all(isinstance(share, int | float) for share in shares):
-            raise ConfigError("shares of the hedge", shares, allowed)
-        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ConfigError("shares of the hedge", shares, allowed)
+            raise ConfigError(setting, shares, allowed)
+        if min(shares) < 0 or not abs(sum(shares) - 1) <= 1e-6:
+            raise ConfigError(setting, shares, allowed)
         for width, _ in self.spread:
             if not 0 < width < 1:
-                raise ConfigError("width in spread", width, "a number between 0 and 1")
+                raise ConfigError("width in spread", width, "greater than 0 and less than 1")
 
     def apply(self, demand: FloatArray, *, weight: float | None = None) -> FloatArray:
         """Return the histogram to plan for.
@@ -148,7 +149,7 @@ class HedgeChoice:
         validated: Whether the hedge was validated on held-out blocks of the trace.
         expected_excess_pct: (number of sizes, mean excess) pairs of the best mixture on the
             held-out blocks, in percent; empty if not validated.
-        reason: Sentence that explains the choice.
+        reason: Explanation of the choice, in words.
     """
 
     hedge: Hedge
@@ -159,6 +160,8 @@ class HedgeChoice:
 
 def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) -> HedgeChoice:
     """Return the average of the candidate hedges, weighted by their results in validation.
+
+    With fewer than ``MIN_VALIDATION_STEPS`` steps, return ``FALLBACK_HEDGE``.
 
     Args:
         steps: Number of tokens of each step, in order, at most the largest candidate. Shape
@@ -171,8 +174,9 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
             FALLBACK_HEDGE,
             validated=False,
             reason=(
-                f"Validating a hedge requires {counted(MIN_VALIDATION_STEPS, 'step')}, but the "
-                f"trace has only {len(steps):,}. The default hedge is used."
+                f"The default hedge is used, because the plan is based on only "
+                f"{counted(len(steps), 'step')}. Validating a hedge requires "
+                f"{counted(MIN_VALIDATION_STEPS, 'step')}."
             ),
         )
     top = int(candidates[-1])
@@ -203,7 +207,7 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
         validated=True,
         reason=(
             f"Weighted average of {len(HEDGE_CANDIDATES)} hedges; a hedge with less excess cost "
-            f"has more weight. Each was validated on {_BLOCKS - 1} blocks of the trace."
+            f"has more weight. Each was validated on {_BLOCKS - 1} held-out blocks of the trace."
         ),
         expected_excess_pct=tuple(
             (k, float(value)) for k, value in zip(levels, excess[:, best].mean(axis=0), strict=True)

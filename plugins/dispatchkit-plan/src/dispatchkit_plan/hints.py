@@ -35,13 +35,18 @@ class Hint:
 
 
 def free_tokens(table: Sequence[int], num_tokens: int) -> int:
-    """Return the number of tokens that fit into a step's bucket; 0 above the largest bucket.
+    """Return the number of tokens that still fit into a step's bucket.
+
+    It is 0 if the step exceeds the largest bucket.
 
     The call is one list access and one subtraction, cheap enough for every scheduling decision.
 
     Args:
         table: Padding table for sizes 0 to the largest (``dispatchkit.keys.padding_table``).
         num_tokens: Number of tokens of the step so far, at least 0.
+
+    Raises:
+        DescriptorError: ``num_tokens`` is negative.
 
     Example:
         >>> from dispatchkit.keys import padding_table
@@ -94,7 +99,7 @@ def _shrink(table: Sequence[int], num_tokens: int) -> int | None:
     if num_tokens >= len(table):
         return num_tokens - (len(table) - 1) if len(table) > 1 else None
     bucket = table[num_tokens]
-    low, high = 0, num_tokens  # the first size of this bucket lies in (low, high]
+    low, high = 0, num_tokens  # the first size of this bucket lies in [low, high]
     while low < high:
         middle = (low + high) // 2
         if table[middle] < bucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, OrderedDict
 
@@ -133,7 +134,7 @@ class LaneRun:
         self._axis = next((i for i, axis in enumerate(axes) if axis.name == model.axis), None)
         self.measured = self.captures = self.evictions = 0
         self.capture_us = self.live_bytes = self.peak_bytes = 0.0
-        # Number of steps that ran eager before a capture, by tokens and value of the axis.
+        # Number of steps that ran eager because a graph was missing, by tokens and axis value.
         self.pending: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[GraphKey] = Counter()
         self._live: OrderedDict[GraphKey, int] = OrderedDict()  # number of replays of each key
@@ -290,7 +291,7 @@ class LaneRun:
             raise ConfigError(
                 "max_bytes",
                 limit,
-                f"at least {need:.0f}, the bytes of the graph of {key} in cost model "
+                f"at least {math.ceil(need)}, the bytes that {key} needs according to cost model "
                 f"{self.model.name!r}",
                 "Raise max_bytes.",
             )

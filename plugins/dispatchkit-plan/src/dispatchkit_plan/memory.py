@@ -1,19 +1,20 @@
 """Forecast the memory of a set of graphs from a few captures.
 
-Graphs of one lane share a pool and reuse each other's temporary memory. The pool grows only when a
-graph needs more temporary memory than any earlier graph. This is the case for the largest graph,
-which is captured first, and sometimes for a small graph that uses a different kernel. Memory that a
-graph keeps (tensors that outlive its capture) is added for each graph. The forecast is therefore
-the size of the pool after the sampled captures, plus the memory that the graph of each unsampled
-size will keep. The memory kept by a size between two samples is assumed to be between the memory
-kept by the two samples.
+Graphs of one lane share a pool and reuse each other's temporary memory. For temporary memory, the
+pool grows only when a graph needs more than any earlier graph. This is the case for the largest
+graph, which is captured first, and sometimes for a small graph that uses a different kernel. Memory
+that a graph keeps (tensors that outlive its capture) is added for each graph. The forecast is
+therefore the size of the pool after the sampled captures, plus the memory that the graph of each
+unsampled size will keep. The memory kept by a size between two samples is assumed to be between the
+memory kept by the two samples.
 
 Without ``held_bytes``, the two kinds of growth cannot be distinguished, and all growth counts as
 kept memory. This forecast is safe, but far too high if most of the growth was temporary memory,
 which all graphs share.
 
-Keep ``high_bytes`` free. This bound is never too low, provided that no unsampled size needs more
-temporary memory than the sampled sizes. If in doubt, capture more samples.
+Keep ``high_bytes + driver_high_bytes`` free. ``high_bytes`` is never too low, provided that no
+unsampled size needs more temporary memory than the sampled sizes. If in doubt, capture more
+samples.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _ENOUGH_BLOCKS = 3
 
 @attrs.frozen
 class MemorySample:
-    """Total growth of memory from the first capture up to and including one capture.
+    """Total growth of memory due to a capture and all earlier captures.
 
     Attributes:
-        size: Capture size of the graph.
-        reserved_bytes: Growth of the pool, in whole segments.
+        size: Capture size of the last of these captures.
+        reserved_bytes: Growth of the pool.
         held_bytes: Part of the growth that is in use while no graph runs; None if unknown.
         driver_bytes: Memory that the driver allocated in addition to the pool.
     """
@@ -115,7 +116,7 @@ def forecast_memory(
 
     Raises:
         ConfigError: There are fewer than two samples, they are not sorted by descending size,
-            memory shrinks, or the largest size was not captured.
+            reserved memory shrinks, or the first sample is not of the largest size.
     """
     taken = list(samples)
     wanted = sorted(set(check_counts(sizes, "sizes")), reverse=True)
@@ -151,9 +152,10 @@ def forecast_memory(
 
 
 def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
-    """Return about ``count`` of the sizes, largest first, evenly spaced on a log scale.
+    """Return at most ``count`` of the sizes, largest first, evenly spaced on a log scale.
 
-    Libraries switch to kernels with different memory requirements around powers of two.
+    The scale is logarithmic because libraries switch to kernels with different memory requirements
+    around powers of two.
     """
     largest, smallest = sizes[0], sizes[-1]
     wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
@@ -181,25 +183,29 @@ def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> 
 
 def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
     if len(taken) < 2:
-        raise ConfigError("samples", len(taken), "at least 2 captured sizes", "Capture more sizes.")
+        raise ConfigError("samples", taken, "a list of at least two samples", "Capture more sizes.")
     if any(a.size <= b.size for a, b in itertools.pairwise(taken)):
         raise ConfigError(
-            "samples", [s.size for s in taken], "in descending order of size", "Sort the samples."
+            "sizes of samples",
+            [s.size for s in taken],
+            "distinct and in descending order",
+            "Capture them in this order.",
         )
     if any(a.reserved_bytes > b.reserved_bytes for a, b in itertools.pairwise(taken)):
         raise ConfigError(
-            "samples",
+            "reserved_bytes of samples",
             [s.reserved_bytes for s in taken],
-            "samples whose memory never shrinks from one capture to the next",
+            "in non-decreasing order",
             "Measure again while no other code releases memory.",
         )
-    if not wanted or wanted[0] != taken[0].size:
+    if not wanted:
+        raise ConfigError("sizes", [], "a list of at least one size")
+    if wanted[0] != taken[0].size:
         raise ConfigError(
-            "samples",
+            "size of the first sample",
             taken[0].size,
-            "captured in descending order from the largest size",
-            message=f"The first sample must be of the largest size "
-            f"({wanted[0] if wanted else 'no sizes are given'}), got {taken[0].size}.",
+            f"{wanted[0]}, the largest of sizes",
+            f"Capture size {wanted[0]} first.",
         )
 
 
@@ -207,8 +213,8 @@ def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, f
     """Return the minimum, expected and maximum increment of a size without a sample."""
     smaller = [(s, value) for s, value in increments if s < size]
     larger = [(s, value) for s, value in increments if s > size]
-    # Increments should grow with size. If the measured increments do not, the bounds include all
-    # measured increments.
+    # Increments should grow with size. Because the measured increments may not, the bounds include
+    # those of all smaller sizes and of the next larger size.
     least = min((value for _, value in smaller), default=0)
     most = max((value for _, value in increments), default=0)
     if larger:

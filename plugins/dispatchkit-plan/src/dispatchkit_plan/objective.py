@@ -89,7 +89,8 @@ class TimeObjective:
     @property
     def name(self) -> str:
         """Name of the objective in messages."""
-        return f"time under {self.model.name}, graph {self.dispatch}"
+        best = ", eager if faster" if self.dispatch == "best" else ""
+        return f"time under {self.model.name}{best}"
 
     @property
     def monotone(self) -> bool:
@@ -113,7 +114,7 @@ class TimeObjective:
         return self._choose(cost, max_size)
 
     def exact(self, max_size: int) -> FloatArray:
-        """Return the cost of a batch of each size with an exact graph, or eager if cheaper."""
+        """Return the cost of a batch of each size with an exact graph, or eager if faster."""
         graph = np.array(self.model.graph_us.table(max_size))
         eager = np.array(self.model.eager_us.table(max_size))
         exact: FloatArray = np.minimum(graph, eager)

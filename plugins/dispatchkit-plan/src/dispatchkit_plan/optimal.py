@@ -2,15 +2,15 @@
 
 Batches have many sizes, few sizes can be captured, and a batch runs at the smallest captured size
 that covers it. Which sizes have the lowest cost? Let ``cost[i, j]`` be the cost of all batches that
-candidate i serves if the next smaller captured size is candidate ``j - 1`` (no smaller size if ``j
-= 0``). The best set of k sizes that ends at candidate i consists of i and a best set of k - 1
-smaller sizes. Every end ``j - 1`` of the smaller set is compared, and the set with the lowest total
-cost is kept. The last size is always the largest candidate, so that every set covers the same
-batches.
+candidate i serves if the next smaller captured size is candidate ``j - 1``. If ``j`` is 0, there is
+no smaller captured size. The best set of k sizes that ends at candidate i consists of i and a best
+set of k - 1 smaller sizes. Every end ``j - 1`` of the smaller set is compared, and the set with the
+lowest total cost is kept. The last size is always the largest candidate, so that every set covers
+the same batches.
 
 With M candidates, one pass computes the whole curve for k = 1 to K in K x M^2 / 2 steps. If costs
-grow with the padded size, the best ``j`` never decreases along i or k, so most of this work is
-skipped.
+grow with the padded size, the best ``j`` never decreases as i or k increases, so most of this work
+is skipped.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int
     wanted = np.isin(candidates, np.asarray(required, dtype=np.int64))
     if wanted.sum() != len(set(required)):
         odd = sorted(set(required) - set(candidates.tolist()))
-        raise ConfigError("required", odd, f"candidate sizes ({candidates.tolist()})")
+        raise ConfigError("required", odd, f"among the candidate sizes ({candidates.tolist()})")
     # Number of required sizes among the first j candidates.
     passed = np.concatenate([[0], np.cumsum(wanted)])
     # Number of required sizes among candidates j to i - 1.
@@ -212,12 +212,13 @@ def best_sizes_within(
         raise ConfigError(
             setting,
             budget,
-            f"at least {price[-1]:g}, the price of the largest size ({int(candidates[-1])} tokens)",
+            f"at least {price[-1]:.15g}, which the graph of the largest size ({candidates[-1]} "
+            "tokens) needs",
             f"Raise {setting}, or reduce max_size.",
         )
     count = len(candidates)
     if price.min() == price.max():
-        # Round up values just below an integer: 3 * 0.1 is 0.30000000000000004.
+        # Round up values just below an integer: 0.3 / 0.1 is 2.9999999999999996.
         affordable = count if not price[0] else int(budget / price[0] + 1e-9)
         curve = size_curve(candidates, cost, min(count, affordable), monotone=False)
         best = int(curve.costs.argmin())

@@ -3,9 +3,8 @@
 A batch without a graph of its size is padded to a larger size, or runs eager. The time that a graph
 of its exact size saves depends on the traffic (the frequency of the size) and on the device (the
 cost of padding or eager). The other chosen graphs matter too, because a graph also serves smaller
-batches. All sizes are therefore chosen together, by the dynamic program in
-``optimal``: existing graphs are required and cost nothing, and batches that no graph may serve run
-    eager.
+batches. All sizes are therefore chosen together, by the dynamic program in ``optimal``: existing
+graphs are required but do not use the budget, and batches that no graph may serve run eager.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.budgets import make_budget
 from dispatchkit_plan.costs import CostModel, check_cost_model
+from dispatchkit_plan.grid import ignored_axes
 from dispatchkit_plan.optimal import (
     FloatArray,
     IntArray,
@@ -124,9 +124,9 @@ def plan_own_sizes(
     """Return the sizes of a trace that deserve their own graph, within one budget.
 
     The result is exact if the budget is a number of graphs or if all graphs take the same memory.
-    Otherwise, sizes are chosen as if the memory of each graph were rounded up to a multiple of
-    1/128 of the budget. The rest of the budget is then filled with the graphs that save the most
-    time per byte.
+    Otherwise, it may be worse than the optimum, because the memory of each graph is rounded to a
+    multiple of 1/128 of the budget (``optimal.best_sizes_within``). The rest of the budget is then
+    filled with the graphs that save the most time per byte.
 
     Args:
         data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
@@ -134,7 +134,7 @@ def plan_own_sizes(
         beside: Sizes of existing graphs, which do not count toward the budget.
         max_waste: Maximum share of a graph that may be padding, as for the policy ``threshold``. At
             0, only exact sizes replay, and all other batches run eager.
-        graphs: Number of graphs to add. Pass either this or ``memory_bytes``.
+        graphs: Maximum number of graphs to add. Pass either this or ``memory_bytes``.
         memory_bytes: Memory for the added graphs. Requires ``bytes_per_graph``, or a cost model
             with ``graph_bytes``.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
@@ -150,26 +150,27 @@ def plan_own_sizes(
     """
     check_cost_model(cost_model, "cost_model")
     kept = tuple(sorted(set(check_counts(beside, "beside"))))
-    if isinstance(max_waste, bool) or not 0 <= max_waste <= 1:
+    share: Any = max_waste
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not is_number or not 0 <= share <= 1:
         raise ConfigError("max_waste", max_waste, "a share from 0 to 1")
     if max_size is None:
         max_size = max(cost_model.graph_us.last, *kept, 1)
-    max_size = check_count(max_size, "max_size", minimum=kept[-1] if kept else 1)
+    max_size = check_count(max_size, "max_size")
+    if kept and max_size < kept[-1]:
+        raise ConfigError("max_size", max_size, f"at least {kept[-1]}, the largest size in beside")
     work = as_workload(data)
     fit, judged, judged_on = work.split(fit_on)
     if not (fit.num_tokens <= max_size).any():
         raise TraceError(
             work.source,
             None,
-            f"has no step of at most {counted(max_size, 'token')} (max_size) to plan on; the "
-            f"smallest step has {int(fit.num_tokens.min()):,}. Raise max_size.",
+            f"every planning step exceeds max_size ({counted(max_size, 'token')}); the smallest "
+            f"has {int(fit.num_tokens.min()):,}. Raise max_size.",
         )
     warnings = []
     if fit.axes:
-        warnings.append(
-            f"The steps have the axes {', '.join(fit.axes)}. Each size needs a graph for every "
-            "combination of buckets, but the budget counts sizes."
-        )
+        warnings.append(ignored_axes(fit.axes))
     steps = _Steps.of(fit, max_size, kept, cost_model, max_waste)
     candidates = _candidates(steps, kept, warnings)
     if graphs is not None:
@@ -188,7 +189,8 @@ def plan_own_sizes(
     limit = float(budget.graphs or budget.limit)
     if price and min(price.values()) > limit:
         least = min(price.values())
-        raise ConfigError(budget.setting, limit, f"at least {least:g}, the memory of one graph")
+        allowed = f"at least {least:.15g}, the memory of the smallest graph"
+        raise ConfigError(budget.setting, limit, allowed, f"Raise {budget.setting}.")
     chosen = _choose(steps, kept, price, limit)
     later = _Steps.of(judged, max_size, kept, cost_model, max_waste)
     after = later.time_us({*kept, *chosen})
@@ -257,7 +259,7 @@ class _Steps:
         return int(self.counts[self.batches == size].sum())
 
     def served_us(self, size: int) -> FloatArray:
-        """Return the time of a step of each size if its smallest sufficient graph has ``size``."""
+        """Return the time of a step of each size if its smallest sufficient graph has this size."""
         wastes = size - self.batches > self.max_waste * size
         return np.where(wastes, self.eager_us, self.graph_us(size))
 
@@ -301,7 +303,7 @@ def _choose(
     required = [*np.flatnonzero(np.isin(sizes, kept)).tolist(), len(sizes)]
     cost = require_sizes(served_costs(ranks, demand, served), ranks, ranks[required].tolist())
     if len(set(price.values())) == 1:
-        # Round up values just below an integer: 3 * 0.1 is 0.30000000000000004.
+        # Round up values just below an integer: 0.3 / 0.1 is 2.9999999999999996.
         affordable = int(min(limit / next(iter(price.values())) + 1e-9, len(price)))
         curve = size_curve(ranks, cost, len(required) + affordable, monotone=False)
         found = curve.sizes(int(curve.costs.argmin()) + 1)
@@ -324,7 +326,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add the sizes that save the most time per unit of price, until no further size fits."""
+    """Add the sizes that save the most time per unit of price, while any fits and saves time."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError, counted
-from dispatchkit.keys import check_count, check_flag, check_instance
+from dispatchkit.keys import check_count, check_flag, check_instance, whole_number
 from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.budgets import Budget, make_budget
@@ -21,6 +21,7 @@ from dispatchkit_plan.families import (
     served_excess_pct,
     split_families,
 )
+from dispatchkit_plan.grid import ignored_axes
 from dispatchkit_plan.hedge import FALLBACK_HEDGE, NO_HEDGE, Hedge, HedgeChoice, choose_hedge
 from dispatchkit_plan.objective import DISPATCHES, Objective, PaddingObjective, TimeObjective
 from dispatchkit_plan.optimal import FloatArray, IntArray, best_sizes_within, size_curve
@@ -37,7 +38,7 @@ MIN_STEPS = 1000
 """Number of planning steps below which the planner warns."""
 
 _SAME_STEPS = (
-    "The plan was judged on the steps it was planned on, so `sizes` are optimal only for those "
+    "The plan was judged on the steps it was planned on, and `sizes` are optimal only for these "
     "steps. For later traffic, use the hedged sizes in `future`."
 )
 _MAX_CANDIDATES = 1024
@@ -83,8 +84,7 @@ def plan_sizes(
             eager.
         fit_on: ``all`` or ``first-half``.
         keyed: Whether to plan uniform decode and mixed steps separately (``True`` or
-            ``"uniform"``), or also by LoRA count (``"uniform+loras"``), within one budget of
-            graphs.
+            ``"uniform"``), or also by LoRA count (``"uniform+loras"``), within one budget.
         hedge: ``auto`` to validate hedges on the planning steps, ``none``, or a ``Hedge``.
         cost_model: Cost model, to minimize time instead of padding.
         dispatch: With a cost model, ``always`` to replay, or ``best`` to run eager if that is
@@ -100,7 +100,7 @@ def plan_sizes(
         max_uniform_size: Largest uniform batch in tokens (vLLM: max_num_seqs x query_len); by
             default, ``max_size``. Used only to count the graphs of the lists that a keyed plan is
             compared with.
-        curve_to: Number of graphs to which ``Plan.curve`` extends; more if the plan has more.
+        curve_to: Number of graphs up to which ``Plan.curve`` extends; more if the plan has more.
 
     Raises:
         ConfigError: A setting is out of range, no budget or several budgets are given, or the
@@ -132,13 +132,13 @@ def plan_sizes(
         raise TraceError(
             work.source,
             None,
-            f"has no step of at most {counted(max_size, 'token')} (max_size) to plan on; the "
-            f"smallest step has {int(fit.num_tokens.min()):,}. Raise max_size.",
+            f"every planning step exceeds max_size ({counted(max_size, 'token')}); the smallest "
+            f"has {int(fit.num_tokens.min()):,}. Raise max_size.",
         )
     warnings = _warnings(fit, demand, max_size)
     candidates = _candidates(max_size, align, fit, warnings)
     if token_budget != "auto" and token_budget is not None:
-        token_budget = check_count(token_budget, "token_budget", minimum=max_size + 1)
+        token_budget = _check_token_budget(token_budget, max_size)
     planner = _Planner(
         fit=fit,
         judged=judged,
@@ -190,8 +190,16 @@ def plan_sizes(
 def _check_overhead(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
-        raise ConfigError("lora_overhead", value, "a share of at least 0, such as 0.05")
+        raise ConfigError("lora_overhead", value, "a non-negative number, such as 0.05")
     return float(value)
+
+
+def _check_token_budget(value: Any, max_size: int) -> int:
+    number = whole_number(value)
+    if number is None or number <= max_size:
+        allowed = f"'auto', None, or a whole number greater than max_size ({max_size})"
+        raise ConfigError("token_budget", value, allowed)
+    return number
 
 
 def _hedge_choice(
@@ -212,8 +220,8 @@ def _hedge_choice(
             FALLBACK_HEDGE,
             validated=False,
             reason=(
-                "A histogram has no order, so hedges cannot be validated on later steps; the "
-                "default hedge is used."
+                "The default hedge is used, because hedges are validated on later steps and the "
+                "order of the steps is unknown."
             ),
         )
     return choose_hedge(fit.num_tokens[fit.num_tokens <= max_size], candidates, objective)
@@ -223,21 +231,18 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     warnings = []
     usable, total = int(demand[1:].sum()), fit.num_steps
     if fit.axes:
-        warnings.append(
-            f"The steps have the axes {', '.join(fit.axes)}. Each size needs a graph for every "
-            "combination of buckets, but the budget counts sizes."
-        )
+        warnings.append(ignored_axes(fit.axes))
     if usable < MIN_STEPS:
         warnings.append(
-            f"The trace is short: it has {counted(usable, 'step')} of at most "
-            f"{counted(max_size, 'token')}, fewer than {MIN_STEPS:,}. Record a longer trace "
-            "before you rely on the plan."
+            f"The trace is short: only {counted(usable, 'step')} of at most "
+            f"{counted(max_size, 'token')} could be used for planning, fewer than {MIN_STEPS:,}. "
+            "Record a longer trace before you rely on the plan."
         )
     if usable < total / 2:
         warnings.append(
-            f"{total - usable:,} of {total:,} steps have more than {counted(max_size, 'token')} "
-            "and run eager with any plan. A larger max_size may help more than a better choice of "
-            "sizes."
+            f"More than half of the planning steps ({total - usable:,} of {total:,}) exceed "
+            f"max_size ({counted(max_size, 'token')}). A larger max_size may save more time than a "
+            "better choice of sizes."
         )
     return warnings
 
@@ -265,7 +270,7 @@ def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -
     )
     warnings.append(
         f"Only {len(kept)} of {len(every)} possible sizes are considered: the smallest, the most "
-        "frequent, and an even grid."
+        "frequent, and evenly spaced sizes."
     )
     considered: IntArray = every[kept]
     return considered
@@ -369,20 +374,20 @@ class _Planner:
 
     def _keyed(self, hedge: Hedge) -> tuple[list[PlannedFamily], list[tuple[int, float]]]:
         graphs = self.budget.graphs
-        levels = min(2 * len(self.candidates), max(self.curve_to, graphs or 1))
+        most = max(self.curve_to, graphs or 1, len(self.families))
         joint = joint_curve(
             self.families,
             self.candidates,
             self.objective,
             hedge,
-            levels,
+            most,
             lora_overhead=self.lora_overhead,
             separate_base=self.separate_base,
         )
         curve = []
         within = None
         padding = PaddingObjective()
-        for k in range(joint.fewest, levels + 1):
+        for k in range(joint.fewest, joint.most + 1):
             families = [PlannedFamily(*group) for group in joint.plan(k)]
             curve.append((k, self._judge(families, padding)))
             if graphs is None and self._price(families) <= self.budget.limit:
@@ -390,10 +395,12 @@ class _Planner:
         if graphs is not None:
             return [PlannedFamily(*group) for group in joint.plan(graphs)], curve
         if within is None:
+            least = self._price([PlannedFamily(*group) for group in joint.plan(joint.fewest)])
             raise ConfigError(
                 self.budget.setting,
                 self.budget.limit,
-                f"enough for {counted(joint.fewest, 'graph')}, one for each kind of step",
+                f"at least {least:.15g}, which {counted(joint.fewest, 'graph')} need, one for each "
+                "kind of step",
                 f"Raise {self.budget.setting}, or omit keyed.",
             )
         return within, curve

@@ -159,6 +159,19 @@ def test_exact_sizes_alone_name_the_policy_that_serves_them(run: Any) -> None:
     assert "threshold with max_waste=0" in done.out
 
 
+def test_without_sizes_to_capture_no_settings_are_printed(run: Any, tmp_path: Path) -> None:
+    """Eager is always faster here, so no graph saves time."""
+    path = tmp_path / "costs.json"
+    model = {"format": "dispatchkit-cost-model", "version": 1, "name": "eager"}
+    curves = {"eager_us": [[1, 1.0]], "graph_us": [[1, 2.0], [512, 2.0]]}
+    path.write_text(json.dumps({**model, **curves}))
+    asked = ("plan", TRACE, "--max-waste", "0", "--graphs", "3", "--cost-model", str(path))
+    done = run(*asked, "--engine", "dispatchkit")
+    assert (done.code, done.err) == (0, "")
+    assert "No additional graph would save time." in done.out
+    assert "DispatchConfig" not in done.out
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [

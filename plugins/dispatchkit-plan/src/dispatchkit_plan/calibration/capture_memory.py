@@ -37,30 +37,32 @@ def forecast(
     kept until all are measured, and then released. Keep ``high_bytes + driver_high_bytes`` of the
     device's memory free; the rest can be used for other purposes, such as a key/value cache::
 
-        memory = forecast(capture, sizes) free, _ = torch.cuda.mem_get_info() cache_bytes = free -
-        memory.high_bytes - memory.driver_high_bytes - headroom
+        memory = forecast(capture, sizes)
+        torch.cuda.empty_cache()  # return the memory of the sampled graphs to the device
+        free, _ = torch.cuda.mem_get_info()
+        cache_bytes = free - memory.high_bytes - memory.driver_high_bytes
 
     Args:
-        capture: Function that captures the graph of a size and returns an object that keeps the
-            graph and its outputs alive. It is called with the largest size first. To serve, capture
-            all sizes in the same order. All captures may share one pool, because earlier graphs
+        capture: Function that captures a graph for a given size and returns an object that keeps
+            the graph and its outputs alive. It is called for sizes in descending order; capture all
+            sizes in this order later, too. All captures may share one pool, because earlier graphs
             stay alive.
-        sizes: All sizes that will be captured, at least two.
+        sizes: All sizes that will be captured, at least two different ones.
         samples: Maximum number of sizes to capture, at least 2.
         warm_up: Function that runs the step at a size. It is called for each sampled size before
             the first capture, so that kernels and libraries loaded on first use are not counted.
-        backend: Backend of the device; it must report the allocated memory.
+        backend: Backend of the device, or its name. It must report the memory of the device.
         progress: Function that is called with (done, total) captured sizes.
 
     Raises:
-        ConfigError: A setting is invalid, or the backend does not report allocated memory.
+        ConfigError: A setting is invalid, or the backend does not report memory.
     """
     samples = check_count(samples, "samples", minimum=2)
     wanted = sorted(check_capture_sizes(tuple(sizes)), reverse=True)
     if len(wanted) < 2:
-        raise ConfigError("sizes", wanted, "a list of at least two sizes")
+        raise ConfigError("sizes", wanted, "a list of at least two different sizes")
     if not callable(capture):
-        raise ConfigError("capture", capture, "a function that captures the graph of a size")
+        raise ConfigError("capture", capture, "a function that captures a graph for a given size")
     device = resolve_backend(backend)
     meter = features_of(device).meters
     if meter is None:

@@ -44,12 +44,12 @@ _GRAPH_MODES = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
 
 
 class EverySizePolicy:
-    """Policy that declares every size in every mode that the step can run in."""
+    """Policy that declares every size in every graph mode of the configuration."""
 
     name = "measure"
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return one key for each size and mode."""
+        """Return one key for each size and graph mode."""
         wanted = {
             RuntimeMode.FULL: config.mode.has_full_cudagraphs(),
             RuntimeMode.PIECEWISE: config.mode.has_piecewise_cudagraphs(),
@@ -62,7 +62,7 @@ class EverySizePolicy:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision:
-        """Return a decision to replay the smallest ready graph, in the highest allowed mode."""
+        """Return a decision to replay the smallest ready graph, a FULL graph if possible."""
         for mode in _GRAPH_MODES:
             if batch.allows(mode):
                 for key in graphs.covering(batch, mode):
@@ -94,28 +94,31 @@ def make_measured_runner(
     every_size: bool = True,
     **settings: Any,
 ) -> MeasuredRunner:
-    """Return a new runner for a step, without changing a given runner.
+    """Return a new runner to measure a step; a runner given as ``step`` is not changed.
 
     Args:
-        step: Runner, or a step to create a runner for.
+        step: Runner to copy, or a step to create a runner for.
         inputs: Static inputs, if ``step`` is not a runner.
         example: One tensor for each input, instead of ``inputs``.
         sizes: Sizes to capture; by default, the runner's sizes.
         eager_sizes: Further sizes that the runner must accept.
-        every_size: Whether to declare every size in every mode, instead of the keys of the policy.
-        settings: Further settings of the runner.
+        every_size: Whether to declare every size in every graph mode, instead of the keys of the
+            runner's policy.
+        settings: Further settings of the runner, if ``step`` is not a runner.
 
     Raises:
         ConfigError: A setting is invalid.
     """
     if isinstance(step, GraphRunner):
         if inputs is not None or example is not None or settings:
-            given = sorted([*settings, *(["inputs"] if inputs is not None else [])])
+            own = {"inputs": inputs, "example": example}
+            given = {**settings, **{name: one for name, one in own.items() if one is not None}}
+            name = min(given)
             raise ConfigError(
-                "step",
-                step,
-                "a function if settings are given",
-                f"Pass {', '.join(given)} when you create the runner.",
+                name,
+                given[name],
+                "omitted if step is a runner",
+                f"Pass {name} when you create the runner.",
             )
         runner = step
     else:
@@ -150,7 +153,7 @@ def make_measured_runner(
 
 @contextmanager
 def suppressed_warnings() -> Iterator[None]:
-    """Suppress warnings about unusual sizes and modes, which measurements use on purpose."""
+    """Suppress all warnings, because measurements use unusual sizes and modes on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -187,14 +190,14 @@ class MemoryMeter:
         return self._runner.num_bytes - self._pool
 
     def held_bytes(self) -> int:
-        """Return the bytes of torch's memory that are in use while no graph runs.
+        """Return the growth in bytes of the torch memory that is in use while no graph runs.
 
         Concurrent allocations by other code are included.
         """
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return the growth of the driver's memory on the device in bytes, for all processes."""
+        """Return the growth of the device's memory outside torch in bytes, for all processes."""
         return max(0, self._outside_torch() - self._outside)
 
 
@@ -211,11 +214,11 @@ def forecast_graph_memory(
     which is released at the end.
 
     Args:
-        step: Runner, which is not changed, or a step to create a runner for.
+        step: Runner to copy, or a step to create a runner for. The runner is not changed.
         samples: Maximum number of sizes to capture, at least 2.
         progress: Function that is called with (done, total) captured sizes.
-        options: ``inputs``, ``example``, ``sizes`` and further settings of the runner, if ``step``
-            is not a runner.
+        options: ``sizes``, by default the runner's sizes. If ``step`` is not a runner, also
+            ``inputs`` or ``example``, and further settings of the runner.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -230,7 +233,15 @@ def forecast_graph_memory(
                 keys.setdefault(key.num_tokens, []).append(key)
         sizes = sorted(keys, reverse=True)
         if len(sizes) < 2:
-            raise ConfigError("sizes", sizes, "a list of at least two sizes")
+            raise ConfigError(
+                "sizes",
+                sizes,
+                "a list of at least two sizes with graphs",
+                message="" if sizes else "The runner declares no graph that it can capture.",
+                hint=""
+                if sizes
+                else "Use a mode whose graphs it can capture, and at least two sizes.",
+            )
         runner.controls.warm_up()
         meter = MemoryMeter(runner)
         taken = []
@@ -242,8 +253,9 @@ def forecast_graph_memory(
                 report = runner.capture(keys[size])
                 for key, why in (report.failed | report.skipped).items():
                     raise CaptureError(
-                        f"The memory of {key} cannot be measured, because its capture failed "
-                        f"({why}). Change the step so that it can be captured, or omit the size.",
+                        f"{key} was not captured ({why}), so its memory cannot be measured. "
+                        "Change the step so that it can be captured, or omit "
+                        f"{key.num_tokens} from sizes.",
                         key=str(key),
                     )
                 pool, held = meter.pool_bytes(), meter.held_bytes()

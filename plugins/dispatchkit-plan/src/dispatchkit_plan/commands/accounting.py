@@ -39,7 +39,7 @@ def explain_trace(path: Path, settings: Settings, *, show_all: bool, as_json: bo
 
 
 def account_of(rows: StepTrace, settings: Settings, model: CostModel) -> Account:
-    """Return the account of a trace under the selected policy, with a progress bar."""
+    """Return the account of a trace under the selected policy, and show a progress bar."""
     config = config_for(rows, settings)
     note_unused_axes(rows, config)
     dispatcher = dispatcher_of(settings, config)
@@ -65,8 +65,8 @@ def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
     unused = [name for name in rows.axes if name not in [axis.name for axis in config.axes]]
     if unused:
         print_stderr(
-            f"Note: The trace {rows.source} has values for axes that --axes does not declare: "
-            f"{', '.join(unused)}."
+            f"Note: The values of {' and '.join(unused)} in {rows.source} are ignored. To use "
+            "them, declare buckets with the setting axes."
         )
 
 
@@ -77,8 +77,8 @@ def show_account(account: Account, out: Console, limit: int | None) -> None:
     out.print(Text(f"Policy   {account.policy}, {counted(account.num_graphs, 'graph')}"))
     out.print(
         Text(
-            f"Cost     {account.time_s:.4g} s, {speed:.2f} times as fast as eager; padding "
-            f"{account.waste_pct:.2f}% ({account.cost_model})"
+            f"Cost     {account.time_s:.4g} s under {account.cost_model}, {speed:.2f} times "
+            f"as fast as eager; padding {account.waste_pct:.2f}%"
         )
     )
     rows, reasons = [], {}

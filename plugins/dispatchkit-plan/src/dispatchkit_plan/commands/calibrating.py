@@ -49,14 +49,19 @@ def calibrate(
         typer.Option(
             "--pace",
             metavar="PACE",
-            help="Launches of steps. queued: without waiting; waited: wait until each step ends.",
+            help="When to launch a step. queued: at once; waited: after the previous step ends.",
         ),
     ] = "queued",
     samples: Annotated[
         int, typer.Option("--samples", metavar="N", help="Number of samples of each size and mode.")
     ] = 7,
     name: Annotated[
-        str, typer.Option("--name", metavar="TEXT", help="Name of the cost model in the file.")
+        str,
+        typer.Option(
+            "--name",
+            metavar="TEXT",
+            help="Name of the cost model; by default, it names the device.",
+        ),
     ] = "",
     force: ForceOption = False,
     as_json: JsonOption = False,

@@ -36,7 +36,12 @@ class FitOn(enum.StrEnum):
 def plan(
     trace: TraceArgument,
     graphs: Annotated[
-        int | None, typer.Option("--graphs", metavar="N", help="Maximum number of graphs.")
+        int | None,
+        typer.Option(
+            "--graphs",
+            metavar="N",
+            help="Maximum number of graphs; with --beside, of additional graphs.",
+        ),
     ] = None,
     memory_bytes: Annotated[
         float | None,
@@ -57,7 +62,9 @@ def plan(
     bytes_per_graph: Annotated[
         float | None,
         typer.Option(
-            "--bytes-per-graph", metavar="BYTES", help="Memory of one graph, for --memory-bytes."
+            "--bytes-per-graph",
+            metavar="BYTES",
+            help="Memory of each graph, for --memory-bytes; by default, that of --cost-model.",
         ),
     ] = None,
     capture_s_per_graph: Annotated[
@@ -65,7 +72,7 @@ def plan(
         typer.Option(
             "--capture-s-per-graph",
             metavar="SECONDS",
-            help="Capture time of one graph, for --capture-time-s.",
+            help="Time of each capture, for --capture-time-s; by default, that of --cost-model.",
         ),
     ] = None,
     max_size: Annotated[
@@ -75,7 +82,8 @@ def plan(
             metavar="N",
             help=(
                 "Largest size, always captured and counted as a graph. Default: 512; with --axis, "
-                "the largest step; with --beside, the largest size in the cost model."
+                "the largest step. With --beside or --max-waste, larger steps are not considered; "
+                "default: the largest size in the cost model or in --beside."
             ),
             show_default=False,
         ),
@@ -117,7 +125,7 @@ def plan(
         typer.Option(
             "--beside",
             metavar="A,B,...",
-            help="Sizes that already have a graph; finds additional sizes whose graphs save time.",
+            help="Sizes that have a graph; plan additional sizes whose graphs save time.",
         ),
     ] = None,
     max_waste: Annotated[
@@ -126,8 +134,8 @@ def plan(
             "--max-waste",
             metavar="SHARE",
             help=(
-                "Share of padding above which the policy runs a step eager; 0 replays only exact "
-                "sizes."
+                "Plan for the policy threshold: a step runs eager if more than this share of its "
+                "graph would be padding. At 0, only exact sizes replay."
             ),
         ),
     ] = None,
@@ -135,7 +143,7 @@ def plan(
         str | None,
         typer.Option(
             "--cost-model",
-            metavar="FILE",
+            metavar="NAME|FILE",
             help="Minimize time according to this cost model instead of minimizing padding.",
         ),
     ] = None,
@@ -206,11 +214,13 @@ def plan(
                 "Other engines do not limit padding.",
             )
         if model is None:
+            flag = "--beside" if beside is not None else "--max-waste"
             raise ConfigError(
                 "--cost-model",
                 None,
-                "given with --beside or --max-waste",
-                "Whether a graph pays depends on time, not padding. Run `dispatchkit calibrate`.",
+                f"given with {flag}",
+                "Whether a graph saves time cannot be derived from padding. Run `dispatchkit "
+                "calibrate`, then add --cost-model costs.json.",
             )
         own = plan_own_sizes(
             workload,
@@ -225,7 +235,7 @@ def plan(
         )
         settings = (
             None
-            if engine is None
+            if engine is None or not own.sizes
             else emit(own.sizes, engine, query_len=1 if query_len is None else query_len)
         )
         _print_own_sizes(own, settings, as_json=as_json)
@@ -315,18 +325,21 @@ def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
 def show(made: Plan, out: Console) -> None:
     """Print a plan, formatted for 80 columns."""
     graphs = counted(made.num_graphs, "graph")
-    out.print(Text(f"Sizes to capture ({graphs}, up to {made.max_size} tokens)", style="bold"))
+    largest = max(made.sizes)
+    out.print(Text(f"Sizes to capture ({graphs}, up to {counted(largest, 'token')})", style="bold"))
     for family in made.families:
         listed = ", ".join(map(str, family.sizes))
         label = _kind(family.uniform, family.num_active_loras)
         text = f"{label}: {listed}" if label else listed
         out.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
-    over = made.num_steps_over / made.num_steps
+    over = f"{made.num_steps_over / made.num_steps:.1%} of these steps"
+    beyond = f"{over} exceed the largest size and run eager"
+    if largest > made.max_size:  # the plan has a graph at the token budget
+        beyond = f"{over} exceed {made.max_size} tokens and are not included"
     out.print(
         Text(
             f"\nPadding {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
-            f"({counted(made.num_steps, 'step')}); {over:.1%} of these steps exceed the largest "
-            "size and run eager."
+            f"({counted(made.num_steps, 'step')}); {beyond}."
         )
     )
     if made.objective != "padding":
@@ -377,16 +390,21 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
     if rows:
         out.print(table(["Size", "Steps", "Saves", "Memory"], rows, right=[0, 1, 2, 3]))
     else:
-        out.print("None: no additional graph would save time.")
+        out.print("No additional graph would save time.")
     over = made.num_steps_over / made.num_steps
+    time = f"{made.before_us / 1e3:,.1f} ms"
+    if rows:
+        time += (
+            f" without these graphs, {made.after_us / 1e3:,.1f} ms with them "
+            f"({made.saved_pct:.1f}% less)"
+        )
     out.print()
     out.print(
-        f"{made.before_us / 1e3:,.1f} ms without these graphs, {made.after_us / 1e3:,.1f} ms with "
-        f"them ({made.saved_pct:.1f}% less); {made.objective}. Judged on {made.judged_on} "
+        f"{made.objective[0].upper()}{made.objective[1:]}: {time}. Judged on {made.judged_on} "
         f"({counted(made.num_steps, 'step')}); {over:.1%} of these steps are too large to be "
         "considered."
     )
-    if made.max_waste < 1:
+    if made.max_waste < 1 and made.sizes:
         out.print(f"The sizes are for the policy threshold with max_waste={made.max_waste:g}.")
     if settings is not None:
         show_settings(settings, out)
@@ -407,7 +425,8 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     out = console()
     graphs = counted(made.num_graphs, "graph")
     title = (
-        f"Sizes to capture for each bucket of {made.axis} ({graphs}, up to {made.max_size} rows)"
+        f"Sizes to capture for each bucket of {made.axis} ({graphs}, up to "
+        f"{counted(made.max_size, 'row')})"
     )
     out.print(Text(title, style="bold"))
     _print_rows(made, out)
@@ -429,10 +448,12 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
             "sizes."
         )
     if made.gap_pct:
-        out.print(f"At most {made.gap_pct:.2f}% above the optimum for the planning steps.")
+        out.print(
+            f"The plan is at most {made.gap_pct:.2f}% above the optimum for the planning steps."
+        )
     if made.future is not None:
         out.print()
-        out.print(f"For later traffic (padding {made.future.waste_pct:.2f}% on these steps)")
+        out.print(f"For later traffic (padding {made.future.waste_pct:.2f}% on these steps):")
         _print_rows(made.future, out)
     if settings is not None:
         show_settings(settings, out)

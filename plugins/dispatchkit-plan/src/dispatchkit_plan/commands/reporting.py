@@ -54,7 +54,7 @@ def report(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Figure to write as SVG instead of the whole report, such as `waste`.",
+            help="Figure, such as `waste`, to write as SVG instead of the whole report.",
         ),
     ] = None,
     policy: PolicyOption = None,
@@ -75,7 +75,7 @@ def report(
     from dispatchkit_plan.report.files import read_source
 
     if output is None:
-        # The name is validated later, when the figures are known; do not use it as a path yet.
+        # The name might contain slashes: it is validated later, when the figures are known.
         stem = "report" if figure is None else figure.replace("/", "-")
         output = Path(f"{stem}.html" if figure is None else f"{stem}.svg")
     given = {"policy": policy, "sizes": sizes, "mode": mode, "cost_model": cost_model}

@@ -69,7 +69,14 @@ def simulate(
     ] = None,
     eviction: Annotated[
         str | None,
-        typer.Option("--eviction", metavar="WHICH", help="Graph to evict first: lru or benefit."),
+        typer.Option(
+            "--eviction",
+            metavar="WHICH",
+            help=(
+                "Graph to evict first. lru: the least recently used; benefit: the graph with the "
+                "fewest replays relative to its size."
+            ),
+        ),
     ] = None,
     capture_after: Annotated[
         str | None,
@@ -90,7 +97,7 @@ def simulate(
         typer.Option(
             "--ranks",
             metavar="N",
-            help="Number of ranks, which run each step together.",
+            help="Number of ranks that run each step together.",
         ),
     ] = 1,
     seed: Annotated[
