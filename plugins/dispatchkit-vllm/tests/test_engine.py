@@ -339,7 +339,7 @@ def test_another_runner_is_said(runner_module, monkeypatch, caplog):
     assert "remove the setting policy (DISPATCHKIT_POLICY)" in caplog.text
     monkeypatch.setenv("DISPATCHKIT_TRACE", "steps.csv")
     started(other)
-    named = "remove the settings policy, trace (DISPATCHKIT_POLICY, DISPATCHKIT_TRACE)"
+    named = "remove the settings policy and trace (DISPATCHKIT_POLICY, DISPATCHKIT_TRACE)"
     assert named in caplog.text
 
 
@@ -412,6 +412,28 @@ def test_eager_where_it_is_not_allowed_takes_vllm_s_graph_and_is_counted(monkeyp
     mode, _ = dispatcher.dispatch(3, True, valid_modes={CUDAGraphMode.FULL})
     assert mode is CUDAGraphMode.FULL
     assert dispatcher.controller.core.fallbacks == {core.EAGER_REFUSED: 1}
+
+
+def test_a_policy_that_raises_where_eager_is_not_allowed_is_counted_as_failed(monkeypatch, caplog):
+    calls = []
+
+    def choose(batch, graphs):
+        if calls:
+            raise RuntimeError("no idea")
+        return Decision.eager("trial")
+
+    installed(monkeypatch, modules := first_runner("0.33"))
+    stubborn(monkeypatch, choose)
+    runner = modules[first.MODULE].GPUModelRunner(config())
+    monkeypatch.setattr(core.PolicyCore, "fill", lambda self: calls.append(1) or 0)
+    runner.initialize("FULL_AND_PIECEWISE")
+    dispatcher = runner.cudagraph_dispatcher
+    dispatcher.controller.open()
+    with pytest.warns(RuntimeWarning, match="no idea"):
+        mode, _ = dispatcher.dispatch(3, True, valid_modes={CUDAGraphMode.FULL})
+    assert mode is CUDAGraphMode.FULL
+    assert dispatcher.controller.core.fallbacks == {"policy_error": 1}
+    assert caplog.text.count(": no idea. vLLM's own dispatcher decides instead") == 1
 
 
 def test_a_policy_that_raises_while_serving_costs_no_step(runner_module, monkeypatch, caplog):

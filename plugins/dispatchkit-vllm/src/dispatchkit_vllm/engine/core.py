@@ -222,7 +222,10 @@ class PolicyCore:
         """Return the policy's answer; None if the runner's own dispatcher must decide."""
         try:
             decision = self._dispatch(num_tokens, num_reqs, kind, loras, ceiling)
-        except NoGraphError:
+        except NoGraphError as error:
+            if error.reason == Reason.POLICY_ERROR:
+                self._fall_back_from_fault(num_tokens)
+                return None
             batch = f"a batch of {counted(num_tokens, 'token')}"
             what = f"{self._named} chose eager for {batch} that must not run eager"
             self._fall_back(EAGER_REFUSED, what)
@@ -234,14 +237,18 @@ class PolicyCore:
         answer: Answer | None = decision.plan
         if answer is not None:
             return answer
-        batch = f"a batch of {counted(num_tokens, 'token')}"
         if decision.key is None:
-            what = f"{self._named} raised an error or returned an invalid decision for {batch}"
-            self._fall_back(Reason.POLICY_ERROR, what if self._fault is None else str(self._fault))
+            self._fall_back_from_fault(num_tokens)
         else:
+            batch = f"a batch of {counted(num_tokens, 'token')}"
             what = f"{self._named} chose {decision.key}, which cannot serve {batch}"
             self._fall_back(UNFIT_CHOICE, what)
         return None
+
+    def _fall_back_from_fault(self, num_tokens: int) -> None:
+        batch = f"a batch of {counted(num_tokens, 'token')}"
+        what = f"{self._named} raised an error or returned an invalid decision for {batch}"
+        self._fall_back(Reason.POLICY_ERROR, what if self._fault is None else str(self._fault))
 
     def _keep_fault(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
         self._fault = error

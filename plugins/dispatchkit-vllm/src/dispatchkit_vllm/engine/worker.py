@@ -85,17 +85,20 @@ def report(runner: Any, vllm_config: Any) -> None:
     ]
     text = f"Steps cannot be recorded or counted: {reason}."
     if settings.policy:
-        text = f"Policy {settings.policy!r} is configured but cannot act: {reason}. "
-        text += "vLLM's own dispatcher decides."
+        text = f"Policy {settings.policy!r} is configured but cannot act: {reason}."
         if controller is not None and reason == controller.inactive_reason:
             names = [name for name in names if name.startswith("policy")]  # others take effect
     variables = ", ".join(f"DISPATCHKIT_{name.upper()}" for name in names)
-    remove = f"remove the setting{'s' * (len(names) > 1)} {', '.join(names)} ({variables})"
+    remove = f"remove the setting {names[0]} ({variables})"
+    if len(names) > 1:
+        remove = f"remove the settings {', '.join(names[:-1])} and {names[-1]} ({variables})"
     if settings.strict:
         raise BackendUnavailableError(
             f"{text} To start anyway, turn off the setting strict (DISPATCHKIT_STRICT), or "
             f"{remove}."
         )
+    if settings.policy:
+        text += " vLLM's own dispatcher decides."
     log.warning("%s To avoid this warning, %s.", text, remove)
 
 
