@@ -286,6 +286,8 @@ def test_settings_that_cannot_be_used(tape, step):
         calibrate(runner, eager_sizes=[0])
     with pytest.raises(ConfigError, match="at least two"):
         forecast_graph_memory(runner, sizes=[4])
+    with pytest.raises(ConfigError, match=r"example must be omitted .* Pass example when you"):
+        forecast_graph_memory(runner, example={"x": torch.ones(1, 4)})
 
 
 def test_progress_counts_every_sample(tape, step):

@@ -167,9 +167,9 @@ def test_where_every_size_has_a_graph_there_is_nothing_to_add():
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({}, ConfigError, "exactly one"),
+        ({}, ConfigError, "exactly one of graphs and memory_bytes. Pass graphs=24"),
         ({"graphs": 0}, ConfigError, "graphs"),
-        ({"graphs": 1, "memory_bytes": 5}, ConfigError, "exactly one"),
+        ({"graphs": 1, "memory_bytes": 5}, ConfigError, "Pass only the tighter budget"),
         ({"memory_bytes": 5}, ConfigError, "bytes_per_graph"),
         (
             {"memory_bytes": 5, "bytes_per_graph": 6},

@@ -160,8 +160,8 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 
 _SGLANG_NOTES = (
     (
-        "The sizes apply only to decode steps, so plan with --keyed: of such a plan, only the "
-        "uniform decode sizes are used."
+        "The sizes apply only to decode steps. Of a plan made with --keyed, only the uniform "
+        "decode sizes are used."
     ),
     "With data-parallel attention, sizes count the requests of one rank.",
 )

@@ -173,6 +173,16 @@ def plan_own_sizes(
         warnings.append(ignored_axes(fit.axes))
     steps = _Steps.of(fit, max_size, kept, cost_model, max_waste)
     candidates = _candidates(steps, kept, warnings)
+    if (graphs is None) == (memory_bytes is None):
+        given = None if graphs is None else {"graphs": graphs, "memory_bytes": memory_bytes}
+        raise ConfigError(
+            "budget",
+            given,
+            "given as exactly one of graphs and memory_bytes",
+            "Pass only the tighter budget."
+            if given
+            else "Pass graphs=24, for example, or --graphs 24 on the command line.",
+        )
     if graphs is not None:
         graphs = min(check_count(graphs, "graphs"), max(1, len(candidates)))
     budget = make_budget(
