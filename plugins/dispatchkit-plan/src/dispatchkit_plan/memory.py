@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 from dispatchkit.keys import check_counts
 
 __all__ = [
@@ -92,10 +92,9 @@ class MemoryForecast:
                 self.driver_high_bytes,
             )
         )
-        return (
-            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), plus "
-            f"{driver} MiB for the driver (up to {driver_high})"
-        )
+        sizes = counted(len(self.per_graph_bytes) + 1, "size")
+        pool = f"{expected} MiB ({low} to {high})"
+        return f"{sizes}: {pool}, plus {driver} MiB for the driver (up to {driver_high})"
 
 
 def forecast_memory(
