@@ -550,8 +550,8 @@ def _table(path: Path) -> Mapping[str, Any] | None:
             "configuration file",
             str(path),
             f"at most {_MAX_FILE_BYTES} bytes",
-            message=f"Configuration file {str(path)!r} has more than {_MAX_FILE_BYTES:,} bytes, "
-            "the limit. Choose a different file.",
+            message=f"Configuration file {str(path)!r} is larger than the limit of "
+            f"{_MAX_FILE_BYTES:,} bytes. Choose a different file.",
         )
     try:
         data = tomllib.loads(raw.decode("utf-8"))

@@ -39,7 +39,7 @@ def _family(key: GraphKey) -> _Family:
 
 @attrs.frozen
 class RegistryEvent:
-    """A change of a key or its state.
+    """A change to a key or its state.
 
     Attributes:
         key: Key that changed.

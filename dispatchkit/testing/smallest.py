@@ -61,7 +61,8 @@ class OneBucketPolicy(SmallestPolicy):
 
     Use this policy in tests of graph states. If the graph of this bucket is missing, failed or
     evicted, the step runs PIECEWISE, or eager with the state of the graph as the reason. Each mode
-    has one key per capture size, for mixed and uniform batches with any number of requests.
+    has one key per capture size and number of adapters, for mixed and uniform batches with any
+    number of requests.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:

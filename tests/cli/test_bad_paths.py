@@ -139,7 +139,7 @@ def test_counts_are_as_many_steps_of_no_known_order(run: Any, tmp_path: Path) ->
     log = str(tmp_path / "log")
     simulated = json.loads(run("simulate", log, "--sizes", "8", "--max-graphs", "1", "--json").out)
     assert simulated["num_steps"] == 47
-    assert any("without their order" in note for note in simulated["notes"])
+    assert any("depend on the order" in note for note in simulated["notes"])
     account = json.loads(run("explain", "--trace", log, "--sizes", "8", "--json").out)
     assert account["steps"] == 47
     page = tmp_path / "page.html"

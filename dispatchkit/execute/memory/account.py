@@ -97,7 +97,7 @@ class MemoryAccount:
         if self.is_metered:
             lines |= {
                 "libraries": self.library_bytes,
-                "other memory of torch": self.other_bytes,
+                "other torch memory": self.other_bytes,
                 "unexplained": self.unexplained_bytes,
             }
         return lines

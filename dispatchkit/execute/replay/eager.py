@@ -32,8 +32,9 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 
 _MAKE_CALLS_ALIKE = (
-    "In every call, return the same structure, types, shapes, strides, Python values and existing "
-    "tensors as in the capture, or move more of the step into the eager call."
+    "In every call, return the same structure, types, shapes, strides and Python values as in the "
+    "capture; where the capture returned an argument, an input or state, return that tensor again. "
+    "Otherwise, move more of the step into the eager call."
 )
 _ABOUT_PADDING = (
     " If rows depend on each other, padding changes the result: declare fill values, use "

@@ -50,7 +50,7 @@ RANGES = {
 
 
 class Watch:
-    """A likelihood ratio test that detects jumps of the level from the latest surprises.
+    """A likelihood-ratio test that uses the latest surprises to detect jumps in the level.
 
     The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If
     the mean over one of the ``WINDOWS`` is more than ``LIMIT`` standard errors from 0, the level

@@ -114,7 +114,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
             f"{account.waste_pct:.2f}% of the real tokens of these steps."
         )
         if num_eager:
-            summary += " The rest runs eager, for the reasons below."
+            summary += " The rest run eager, for the reasons below."
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     own = _own_point(account)
     return Report(

@@ -177,7 +177,7 @@ def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
         raise ConfigError(
             f"{source}: memory",
             devices,
-            "an object with the bytes by purpose of each device",
+            "an object that maps each device to its memory in bytes, by purpose",
             _HINT,
         )
     return [
