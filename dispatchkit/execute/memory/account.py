@@ -44,7 +44,7 @@ class MemoryAccount:
         library_bytes: Memory that the driver allocated during warmups, which load kernels and
             libraries. This memory is not part of the budget, because eager steps also need it, and
             evicting graphs does not free it.
-        other_bytes: Other memory of torch: weights, activations, and cached memory of its
+        other_bytes: Other torch memory: weights, activations, and memory cached by torch's
             allocator.
         unexplained_bytes: Remaining memory, allocated by the driver at other times or by other
             processes. Negative if memory allocated before counting began was freed.
