@@ -274,7 +274,7 @@ class RankedDispatcher:
         """
         lost = self._keys.merge_reports(self.ranks.gather(self._keys.report()))
         if self._leader is not None:
-            # A change of a key on one rank has emptied cells of that rank's table, including
+            # A change to a key on one rank has emptied cells of that rank's table, including
             # one-shot decisions. Make all ranks continue with an empty table.
             self.dispatcher.set_lazy(False)
         return lost

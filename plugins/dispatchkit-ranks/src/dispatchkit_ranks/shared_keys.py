@@ -15,7 +15,7 @@ class SharedKeys:
     """The keys of a rank, restricted to those that all ranks can run.
 
     Withheld keys are disabled in the registry, and enabled again when all ranks can run them.
-    Every change of a key must be exchanged before the next decision.
+    Every change to a key must be exchanged before the next decision.
 
     Args:
         dispatcher: Dispatcher whose keys are restricted.
