@@ -151,7 +151,7 @@ class UnknownNameError(ConfigError, LookupError):
 
     The message is ``KIND must be one of: NAMES, got NAME.`` or, for names that belong to a class or
     function, ``OWNER has no KIND NAME; its KINDs are: NAMES.``. The closest names follow. If
-    there are no names of this kind, it is ``There is no KIND NAME; none is available.``
+    there are no names of this kind, the message is ``There is no KIND NAME; none is available.``
 
     Attributes:
         kind: Kind of name, such as ``policy``, ``backend`` or ``trace column``.
@@ -244,7 +244,7 @@ class NoGraphError(DispatchkitError, RuntimeError):
 
 
 class PolicyError(DispatchkitError, RuntimeError):
-    """A policy raised, or its decision violates a hard constraint.
+    """A policy raised, returned an invalid value or violated a hard constraint.
 
     Attributes:
         policy: Name of the policy at fault.

@@ -98,7 +98,7 @@ class StepCost:
 
 
 def decision_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
-    """Return the time of a step with a decision in microseconds, summed over its parts."""
+    """Return the time of a decision's step in microseconds, summed over its parts."""
     is_pieces = decision.mode is RuntimeMode.PIECEWISE
     if decision.parts:
         return sum(

@@ -37,13 +37,15 @@ class Reason(enum.StrEnum):
     PIECEWISE_UNSUPPORTED = "piecewise_unsupported"
     NO_ANSWER = "no_policy_answered"
     POLICY_ERROR = "policy_error"
-    #: The key has not been requested often enough to be captured.
+    #: The key has not been requested often enough to be captured, or a background capture is
+    #: running.
     CAPTURE_PENDING = "capture_pending"
     #: Other code is capturing the stream, and its capture records the step.
     INSIDE_CAPTURE = "inside_capture"
     #: The replay failed without any effect.
     REPLAY_FAILED = "replay_failed"
-    #: An eager call between two segments returned a different structure than during the capture.
+    #: An eager call between two segments returned a different structure, shape or Python value than
+    #: during the capture.
     CALL_DIFFERS = "call_differs"
     #: The replay differed from the eager run, whose result was returned.
     CHECK_FAILED = "check_failed"
@@ -320,7 +322,7 @@ class Outcome:
 
 @attrs.frozen
 class CellUpdate:
-    """A change of table cells, returned by a learning policy.
+    """A change to table cells, returned by a learning policy.
 
     Attributes:
         batch: The batch of the cell: its tokens, query class, adapters and allowed modes.

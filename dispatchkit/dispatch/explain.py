@@ -330,7 +330,10 @@ _CAUSES: Mapping[str, str] = {
     Reason.ROWS_DEPEND: "executor: padding changes the results of the step",
     Reason.ROWS_NOT_THE_BUCKET: "executor: an output does not have one row per row of the batch",
     Reason.OUTPUTS_NOT_JOINED: "executor: the outputs of the parts cannot be joined",
-    Reason.CAPTURE_PENDING: "executor: its graph has not been requested often enough for a capture",
+    Reason.CAPTURE_PENDING: (
+        "executor: its graph has not been requested often enough, or a background capture is "
+        "running"
+    ),
     Reason.INSIDE_CAPTURE: "executor: other code is capturing the current stream",
     Reason.AUTOCAST: "executor: its graph was captured under a different autocast state",
     Reason.TRAINING_MODE: "executor: the training mode of a module was changed",

@@ -307,7 +307,7 @@ class Controls:
             inputs: The tensors that the graph reads, by input name; they have the size of the key.
             outputs: The padded outputs of the graph.
             output_batch_dims: The batch dimensions of the outputs, as in ``BufferOptions``, but not
-            ``derived``.
+                ``derived``.
             has_effect: Whether a replay changes anything besides its outputs.
 
         Raises:
@@ -386,8 +386,8 @@ class Controls:
 
         Raises:
             ConfigError: ``enabled`` is not a flag, or ``mode`` or ``key`` is invalid.
-            RegistryError: Both or neither of ``mode`` and ``key`` are given, or the key is not
-                declared.
+            RegistryError: Neither ``mode`` nor ``key`` is given, ``mode`` is NONE, or the key is
+                not declared.
         """
         check_flag(enabled, "enabled")
         if key is not None:
@@ -544,8 +544,8 @@ class Controls:
     def input_path(self, key: GraphKey) -> str:
         """Return how a key's inputs are copied: ``node``, or ``copy`` and the reason.
 
-        With ``node``, a copy node of the graph copies the inputs, and torch copies device inputs
-        that the node does not support before each launch. If the node does not support the host
+        With ``node``, a copy node of the graph copies the inputs. Before each launch, torch copies
+        the device inputs that the node does not support. If the node does not support the host
         inputs, the graph copies them from pinned memory. The result then ends with ``staging`` and
         the reason. If several lanes have the graph, the first of them is reported.
 

@@ -192,8 +192,8 @@ class GraphRunner:
 
         Raises:
             InputError: An input is missing or unknown, or has the wrong dtype, device or shape.
-            DescriptorError: A property of the batch is invalid or above its limit, or a slot is not
-                that of a session.
+            DescriptorError: A property of the batch is invalid or above its limit, or a slot does
+                not belong to a session.
             NoGraphError: No graph can run, and an eager step is not allowed or is a downgrade in a
                 strict runner.
             ReplayError: A replay failed and may have changed state.
@@ -339,7 +339,7 @@ class GraphRunner:
         """Stop capturing: batches without a graph run eager, or raise in strict mode.
 
         Args:
-            strict: Whether the runner is strict from now on; None changes nothing.
+            strict: Whether the runner is strict from now on; None keeps the current setting.
         """
         return self.controls.freeze(strict=strict)
 

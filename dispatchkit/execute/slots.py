@@ -156,7 +156,7 @@ class Bank:
         """Return whether a write may change rows of other sessions.
 
         In-place torch operations that take no index write every row of the tensor. Operations of
-        other libraries are assumed to address the rows themselves.
+        other libraries that receive a whole bank are assumed to write only the step's slots.
         """
         is_indexed = operation.startswith(_INDEXED)
         if operation.startswith("aten::") and not is_indexed:

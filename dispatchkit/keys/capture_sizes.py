@@ -252,7 +252,7 @@ class CaptureSizes:
     Attributes:
         sizes: The sizes, in the order of that generation.
         max_size: The largest size; 0 if there are no sizes.
-        notes: One sentence for each change of the user's settings.
+        notes: One sentence for each change to the user's settings.
     """
 
     sizes: tuple[int, ...]
@@ -340,7 +340,7 @@ def derive_capture_sizes(
                 message=f"max_capture_size is {user_max_size}, but the largest usable capture size "
                 f"is {largest}. Omit max_capture_size or the capture sizes.",
             )
-        notes = (f"max_capture_size lowered from {user_max_size} to {largest}.",)
+        notes = (f"max_capture_size was lowered from {user_max_size} to {largest}.",)
     return CaptureSizes(tuple(ordered), largest, notes)
 
 

@@ -264,8 +264,8 @@ class DispatchConfig:
         """Return ``(uniform, query_len, max_query_len)`` of a ``uniform`` argument.
 
         0 means a mixed batch, and 1 and up mean the uniform query lengths, in order. With
-        ``varlen_decode``, the next number means a batch whose requests have at most the first query
-        length.
+        ``varlen_decode``, the next number means a batch of requests that are no longer than the
+        first query length.
         """
         if 1 <= uniform <= len(self.query_lens):
             query_len = self.query_lens[uniform - 1]

@@ -158,7 +158,7 @@ class RunnerStats:
         captures: Number of captured graphs.
         capture_failures: Number of failed captures.
         replay_failures: Number of failed replays; each marks the keys of its graph as failed.
-        evictions: Number of evicted graphs.
+        evictions: Number of evicted graphs, except by ``clear``.
         failed_steps: Number of steps that raised.
     """
 

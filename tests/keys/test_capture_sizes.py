@@ -267,7 +267,7 @@ def test_an_empty_list_is_an_error():
 def test_a_lowered_maximum_is_told():
     lowered = derive("0.13", user_max_size=30)
     assert lowered.max_size == 24
-    assert lowered.notes == ("max_capture_size lowered from 30 to 24.",)
+    assert lowered.notes == ("max_capture_size was lowered from 30 to 24.",)
 
 
 def test_unknown_generation_names_the_nearest():

@@ -254,7 +254,7 @@ class AdaptivePolicy:
         A step waits for this method, so each call does little. It updates the estimates of one arm
         and the choice of the batch's bucket. It then does one more thing: renew the cells of that
         bucket, send or withdraw a probe, or update the choice and cells of another bucket. A jump
-        of eager times moves the estimates of all eager arms.
+        in eager times moves the estimates of all eager arms.
         """
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         _, _, bucket = self._places.get(batch, (None, None, None))
@@ -645,8 +645,8 @@ class AdaptivePolicy:
         soon = _at_risk_us(bucket) + self.ledger.horizon() * now_us * (1.0 - 1.0 / DRIFT)
         base = bucket.base_arm.estimates.get(regime)
         if base is not None and bucket.base_arm is not current:
-            # Probe the base before the account is used up, and at sizes where the probe is
-            # expensive later than at sizes where it is cheap.
+            # Probe the base before the account is used up: earlier at sizes where the probe is
+            # cheap, later at sizes where it is expensive.
             behind = math.expm1(base.log_us(size) - now.log_us(size))
             if soon > account * min(1.0, _PROOF_FROM + behind):
                 return bucket.send_probe(batch, bucket.base_arm)
@@ -655,7 +655,7 @@ class AdaptivePolicy:
                 continue
             estimate = arm.estimates.get(regime)
             if regime == ALONE and (estimate is None or not estimate.is_known):
-                # The arm's steps may never be submitted ahead of the device.
+                # Possibly, no step of the arm is ever submitted ahead of the device.
                 estimate = arm.estimates.get(BUSY)
             if estimate is None or not estimate.is_known:
                 if (_UNKNOWN_COST - 1.0) * now_us <= account:

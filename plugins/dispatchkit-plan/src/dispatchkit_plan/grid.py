@@ -118,7 +118,7 @@ class GridPlan:
 
     @property
     def robust(self) -> GridPlan:
-        """Plan to capture for future traffic: ``future`` if present, else this plan."""
+        """The plan to use for future traffic: ``future`` if present, else this plan."""
         return self.future or self
 
     def to_json(self) -> dict[str, Any]:

@@ -76,8 +76,8 @@ class Plan:
         waste_pct: Padding on the judged steps up to ``max_size``, as a percentage of the real
             tokens.
         excess_pct: Percentage by which the objective on the judged steps up to ``max_size`` exceeds
-            its value if every step had a graph of its exact size. Equal to ``waste_pct`` without a
-            cost model.
+            the value that it would have if every step had a graph of its exact size. Equal to
+            ``waste_pct`` without a cost model.
         curve: (graphs, waste_pct) pairs for every number of graphs, planned and judged like this
             plan.
         rivals: Results of well-known lists on the judged steps, by name.
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def robust(self) -> Plan:
-        """Plan to capture for future traffic: ``future`` if present, else this plan."""
+        """The plan to use for future traffic: ``future`` if present, else this plan."""
         return self.future or self
 
     def to_json(self) -> dict[str, Any]:

@@ -124,9 +124,9 @@ class GraphDecoder:
             reads the smallest length that covers all of its sequences. The default is the powers of
             two from 128 on, and ``max_length``.
         prompt_sizes: Capture sizes of prompt chunks, in tokens. Prompts that are admitted
-            together, padded to the longest of them, run through graphs only if they have at most
-            as many tokens as the largest size. Other prompts run eager, as do all prompts by
-            default.
+            together run through graphs only if their total number of tokens, when padded to the
+            longest prompt, is at most the largest size. Other prompts run eager, as do all prompts
+            by default.
         num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with windows
             store this number of additional positions.
         compile: True compiles the whole step with ``torch.compile``, including cache writes and

@@ -56,7 +56,7 @@ class Drafter(Protocol):
 
         Args:
             tokens: The current token of each row (rows,), on the device.
-            positions: Position of the current tokens (rows,), on the device.
+            positions: Positions of the current tokens (rows,), on the device.
             lengths: The same positions, on the host.
         """
         ...
