@@ -80,7 +80,7 @@ def check_output(
         for source in inputs:
             if source is not None and _is_same(target, source):
                 raise ConfigError(
-                    "output", name, f"a file other than its input {os.fspath(source)!r}"
+                    "output", name, f"a file other than the input {os.fspath(source)!r}"
                 )
         try:
             mode = target.stat().st_mode

@@ -95,7 +95,7 @@ def check_capture_sizes(
             )
         warnings.warn(
             f"Sizes above max_num_tokens ({limit}) were dropped from `{setting}`: "
-            f"{', '.join(map(str, beyond))}.",
+            f"{', '.join(map(str, beyond))}. To keep them, increase max_num_tokens.",
             CaptureSizeWarning,
             stacklevel=2,
         )

@@ -153,7 +153,7 @@ class StepTrace(Sequence[TraceStep]):
             raise TraceError(
                 self.source,
                 None,
-                f"has no column {name!r} (columns: {', '.join(self._columns)}).{hint}",
+                f"the trace has no column {name!r} (columns: {', '.join(self._columns)}).{hint}",
             ) from None
 
     def __len__(self) -> int:
@@ -237,12 +237,13 @@ def parse_trace(name: str, blocks: Blocks) -> StepTrace:
             raise TraceError(
                 name,
                 None,
-                f"has more than {MAX_STEPS:,} steps. Shorten it, or keep only every tenth step.",
+                f"the trace has more than {MAX_STEPS:,} steps. Shorten it, or keep only "
+                "every tenth step.",
             )
     if builder is None:
-        raise TraceError(name, None, f"is empty. {_RECORD}")
+        raise TraceError(name, None, f"the file is empty. {_RECORD}")
     if not builder.num_rows:
-        raise TraceError(name, None, f"has a header but no steps. {_RECORD}")
+        raise TraceError(name, None, f"the trace has a header but no steps. {_RECORD}")
     return StepTrace._of(builder.columns, name, ignored)  # noqa: SLF001 - same module
 
 
@@ -253,6 +254,6 @@ def _json_header(name: str, line: int, text: str) -> tuple[str, ...]:
         raise TraceError(
             name,
             line,
-            f"is not a JSON object: {error}. Write each object on a single line.",
+            f"the line is not a JSON object: {error}. Write each object on a single line.",
         ) from error
     return tuple(record)

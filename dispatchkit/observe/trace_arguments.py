@@ -77,8 +77,8 @@ def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
         raise TraceError(
             trace.source,
             None,
-            f"has no column {AXIS_PREFIX + missing[0]!r} for the axis {missing[0]!r}; record "
-            "it, or remove the axis from the configuration. Axes in the trace: "
+            f"the trace has no column {AXIS_PREFIX + missing[0]!r} for the axis {missing[0]!r}; "
+            "record it, or remove the axis from the configuration. Axes in the trace: "
             f"{', '.join(trace.axes) or 'none'}.",
         )
     columns = [trace.column(AXIS_PREFIX + name) for name in names]

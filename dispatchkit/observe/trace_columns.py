@@ -225,7 +225,8 @@ class ColumnBuilder:
             raise TraceError(
                 self.name,
                 line,
-                f"has {counted(len(cells), 'column')}, but the header has {len(self.header)}.{cut}",
+                f"the line has {counted(len(cells), 'column')}, but the header has "
+                f"{len(self.header)}.{cut}",
             )
         return {
             column: _number_of(self.name, line, column, cells[at].strip())
@@ -257,7 +258,9 @@ class ColumnBuilder:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise TraceError(
-                self.name, line, f"is not a JSON object: {error}. The file may be cut off here."
+                self.name,
+                line,
+                f"the line is not a JSON object: {error}. The file may be cut off here.",
             ) from error
         if not isinstance(record, dict):
             raise TraceError(
@@ -268,7 +271,8 @@ class ColumnBuilder:
             raise TraceError(
                 self.name,
                 line,
-                (f"must have the same fields as the first line; differing fields: {differ}."),
+                f"each line must have the same fields as the first line; differing fields: "
+                f"{differ}.",
             )
         return {column: record[column] for column in self.columns}
 
@@ -343,7 +347,7 @@ def contradictions(row: Mapping[str, Any]) -> Iterator[str]:
     tokens = row[REQUIRED_COLUMN]
     for column, rule in (
         ("num_reqs", "Each request has at least one token."),
-        ("max_query_len", "It is the largest number of tokens of one request in this step."),
+        ("max_query_len", "max_query_len is the largest number of tokens of one request."),
     ):
         if column in row and row[column] > tokens:
             yield (

@@ -63,12 +63,12 @@ def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -
         if not raw.peek(2).startswith(_GZIP_MAGIC):
             return cast("IO[bytes]", raw)
     except FileNotFoundError:
-        raise TraceError(name, None, "does not exist. Check the path.") from None
+        raise TraceError(name, None, "the file does not exist. Check the path.") from None
     except IsADirectoryError:
-        raise TraceError(name, None, "is a folder. Pass the path of a file.") from None
+        raise TraceError(name, None, "the path is a folder. Pass the path of a file.") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise TraceError(name, None, f"cannot be read: {why}. Check the path.") from error
+        raise TraceError(name, None, f"the file cannot be read: {why}. Check the path.") from error
     packed = closing.enter_context(gzip.GzipFile(fileobj=raw))
     return cast("IO[bytes]", io.BufferedReader(packed))
 
@@ -99,7 +99,9 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 ) from error
             except OSError as error:
                 why = error.strerror or str(error)
-                raise TraceError(name, None, f"cannot be read: {why}. Check the path.") from error
+                raise TraceError(
+                    name, None, f"the file cannot be read: {why}. Check the path."
+                ) from error
             if not block:
                 return
             total += len(block)
@@ -107,9 +109,9 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"has more than {counted(max_bytes, 'uncompressed byte')}, the limit set by "
-                    "`max_bytes`. If the file is really that large, pass a larger max_bytes in "
-                    "Python, or split the file.",
+                    "the file is larger than the limit of "
+                    f"{counted(max_bytes, 'uncompressed byte')} (`max_bytes`). If it is really "
+                    "that large, pass a larger max_bytes in Python, or split the file.",
                 )
             yield block
 
@@ -139,7 +141,7 @@ def iter_line_blocks(
             first = False
             if block[:2] in _OTHER_BOMS:
                 encoding = _OTHER_BOMS[block[:2]]
-                raise TraceError(name, 1, f"is {encoding} text. Save it as UTF-8.")
+                raise TraceError(name, 1, f"the file is {encoding} text. Save it as UTF-8.")
             block = block.removeprefix(b"\xef\xbb\xbf")
             line_end = b"\r" if b"\r" in block and b"\n" not in block else b"\n"
         data = rest + block
@@ -158,7 +160,7 @@ def iter_line_blocks(
                 name,
                 line,
                 (
-                    f"has no line break within {_MAX_LINE:,} bytes, so it is neither a trace nor "
+                    f"no line break within {_MAX_LINE:,} bytes, so the file is neither a trace nor "
                     "a log. Check the path."
                 ),
             )
@@ -177,7 +179,8 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
         raise TraceError(
             name,
             at,
-            f"has byte {data[bad]:#04x}, so it is not UTF-8 text. Check the path.",
+            f"the line contains byte {data[bad]:#04x}, so the file is not UTF-8 text. Check "
+            "the path.",
         )
     if line_end == b"\r":
         return text.split("\r")
@@ -193,9 +196,11 @@ def write_error(path: str, error: OSError | ValueError) -> TraceError:
     if cause is None and isinstance(error, ConfigError):
         folder = Path(os.path.realpath(path)).parent
         hint = "" if folder.is_dir() else f" Create the folder {folder}."
-        return TraceError(path, None, f"cannot be written: it must be {error.allowed}.{hint}")
+        return TraceError(
+            path, None, f"the file cannot be written: it must be {error.allowed}.{hint}"
+        )
     why = getattr(cause, "strerror", None) or str(cause)
-    return TraceError(path, None, f"cannot be written: {why}.")
+    return TraceError(path, None, f"the file cannot be written: {why}.")
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ class TraceWriter:
             if isinstance(error, TraceError):
                 problem = str(error).removeprefix(f"{error.path}: ")
             else:
-                problem = f"cannot be written: {error.strerror}."
+                problem = f"the file cannot be written: {error.strerror}."
             raise TraceError(
                 self.path,
                 None,
@@ -123,9 +123,9 @@ class TraceWriter:
             raise TraceError(
                 self.path,
                 None,
-                f"is incomplete: {part.failure}. It has {counted(self.num_steps, 'step')}; "
-                f"{counted(self.num_lost, 'later step')} could not be written. Correct the cause, "
-                "then record again.",
+                f"the trace is incomplete: {part.failure}. It has "
+                f"{counted(self.num_steps, 'step')}; {counted(self.num_lost, 'later step')} could "
+                "not be written. Correct the cause, then record again.",
             )
 
     def discard(self) -> None:
@@ -176,7 +176,7 @@ class TraceWriter:
         except OSError as error:
             self.num_lost += 1
             warnings.warn(
-                f"{self.path}: can no longer be written ({error.strerror}). The file has "
+                f"{self.path} can no longer be written ({error.strerror}). The file has "
                 f"{counted(self.num_steps, 'step')}; this step and later ones are lost and counted "
                 "in num_lost. The program continues.",
                 TraceWarning,

@@ -74,8 +74,8 @@ class Catalog:
             near = nearest_names(name, {info.name for info in self.absent})
             found = sorted(self.absent, key=lambda info: info.name not in near)
         parts = [
-            f"Plugin {info.name!r} ({info.origin}) may provide it; it is not loaded: {info.reason}"
-            + "." * (not info.reason.endswith((".", "?")))
+            f"Plugin {info.name!r} ({info.origin}), which may provide it, is not loaded: "
+            f"{info.reason}" + "." * (not info.reason.endswith((".", "?")))
             for info in found[:3]
         ]
         if len(found) > 3:

@@ -173,7 +173,7 @@ def _checked(result: Any, record: type[Any]) -> Sequence[Spec]:
             result.close()  # otherwise Python warns that it was never awaited
         raise PluginFault(
             f"{record.hook} returned {format_value(result)} ({type(result).__name__}); return a "
-            f"list of {record.__name__}, which may be empty."
+            f"list of {record.__name__} records, or an empty list."
         )
     names = set()
     for one in result:

@@ -344,7 +344,7 @@ class OptionalTests:
 
         notes = self._noted(rig, unwatched, run)
         if not notes.is_plain:
-            pytest.skip("The notes of this warmup cannot replace a watch.")
+            pytest.skip("The notes of this warmup do not suffice: the capture must be watched.")
         graph: Any = rig.capture(run, notes=notes)
         self._assert_holds(rig, graph, x, weights)
 

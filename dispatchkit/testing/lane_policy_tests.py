@@ -217,8 +217,9 @@ class LanePolicyTests:
             for key in _KEYS:
                 if answers[0][key] != answers[1][key]:
                     self._fail(
-                        f"lanes_for_key returned {answers[0][key]} and {answers[1][key]} for "
-                        f"{key} with {counted(number, 'lane')}"
+                        f"lanes_for_key returned {answers[0][key]} for {key} with "
+                        f"{counted(number, 'lane')}, but a fresh policy returned "
+                        f"{answers[1][key]} when the keys were passed in reverse order"
                     )
 
     def test_steps_go_where_their_graph_is(self) -> None:
@@ -254,7 +255,8 @@ class LanePolicyTests:
                 self._fail(f"with {counted(number, 'lane')}, {_without_name(error)}")
             if first != second:
                 self._fail(
-                    f"stream_priorities returned {first} and {second} for {counted(number, 'lane')}"
+                    f"stream_priorities returned {first} for {counted(number, 'lane')}, but a "
+                    f"fresh policy returned {second}"
                 )
 
     # -- traits ---------------------------------------------------------------------------

@@ -210,11 +210,11 @@ def test_an_input_is_never_written_over(run: Any, folder: Path, name: str) -> No
     (folder / "pyproject.toml").write_text("[tool.dispatchkit]\nsizes = [8]\n")
     done = run("report", "in.csv", "-o", name, "--force")
     assert done.code == 2
-    assert "a file other than its input" in done.err
+    assert "a file other than the input" in done.err
     done = run("record", "--force", name.replace("in.csv", "script.py"), "script.py")
     assert done.code in (1, 2)  # the script raises if its name differs
     done = run("report", "in.csv", "-o", "pyproject.toml", "--force")
-    assert "a file other than its input" in done.err
+    assert "a file other than the input" in done.err
     assert (folder / "script.py").read_text().startswith("raise")
     assert (folder / "in.csv").read_bytes() == TRACE
 

@@ -17,7 +17,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
     [
         (["--only", "nothing"], "unknown group 'nothing'; the groups on this machine are "),
         (["0"], "'0' is not a whole number of at least 1"),
-        (["--trace", "nowhere.csv"], "nowhere.csv: does not exist"),
+        (["--trace", "nowhere.csv"], "nowhere.csv: the file does not exist"),
     ],
 )
 def test_what_cannot_be_measured_is_told(monkeypatch, capsys, given, said):

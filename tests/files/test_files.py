@@ -43,14 +43,14 @@ def test_an_input_is_no_output_under_any_name(tmp_path: Path, as_another_name: A
     source = tmp_path / "in.csv"
     source.write_text("mine")
     output = as_another_name(source, tmp_path / "other")
-    with pytest.raises(ConfigError, match="a file other than its input"):
+    with pytest.raises(ConfigError, match="a file other than the input"):
         check_output(output, inputs=[None, tmp_path / "absent", source], overwrite=True)
 
 
 def test_a_relative_name_is_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in.csv").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="a file other than its input"):
+    with pytest.raises(ConfigError, match="a file other than the input"):
         check_output("in.csv", inputs=[tmp_path / "in.csv"])
 
 

@@ -189,9 +189,9 @@ def test_a_bad_value_deep_in_a_long_file_is_named(tmp_path):
     ("data", "message"),
     [
         (b"\xff\xfen\x00u\x00m\x00", "UTF-16"),
-        (HEADER.encode() + b"\n0,0,3,3,1,1,\xff\n", "so it is not UTF-8 text"),
-        (b"\x00\x01\x02\x03", "line 1: has byte 0x00, so it is not UTF-8 text"),
-        (bytes(200_000), "line 1: has byte 0x00"),
+        (HEADER.encode() + b"\n0,0,3,3,1,1,\xff\n", "so the file is not UTF-8 text"),
+        (b"\x00\x01\x02\x03", "line 1: the line contains byte 0x00, so the file is not UTF-8 text"),
+        (bytes(200_000), "line 1: the line contains byte 0x00"),
         (b"x" * 200_000, "no line break"),
         (b"\x1f\x8b\x08\x00", "truncated"),
         (b"\x1f\x8bnonsense that is no gzip file", "damaged"),
@@ -215,7 +215,7 @@ def test_a_gzip_bomb_stops_at_the_limit(tmp_path):
     packed = gzip.compress(HEADER.encode() + b"\n" + row * 400_000)
     assert len(packed) < 50_000
     path = write(tmp_path / "bomb.csv.gz", packed)
-    with pytest.raises(TraceError, match="more than 1,000,000 uncompressed bytes"):
+    with pytest.raises(TraceError, match="larger than the limit of 1,000,000 uncompressed bytes"):
         read_trace(path, max_bytes=1_000_000)
     with pytest.raises(ConfigError, match="max_bytes"):
         read_trace(path, max_bytes=0)

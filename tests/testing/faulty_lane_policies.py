@@ -156,7 +156,10 @@ class LanesBySize(InTurn):
         return [min(key.num_tokens, 8)]
 
 
-@planted("lanes for key are valid and stable", r"lanes_for_key returned \(\d,\) and \(\d,\) for")
+@planted(
+    "lanes for key are valid and stable",
+    r"lanes_for_key returned \(\d,\) for .* policy returned \(\d,\) when",
+)
 class LanesInOrderOfCalls(InTurn):
     """Assigns keys to lanes in the order of calls."""
 

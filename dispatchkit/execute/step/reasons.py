@@ -98,9 +98,9 @@ NEXT_STEPS: Mapping[str, str] = {
         "runner.capture(again=True)."
     ),
     Reason.CALL_DIFFERS: (
-        "A function under @eager_region returned different shapes, types, strides or values than "
-        "in the capture; runner.stats().differing_calls shows where. Return the same ones every "
-        "time, or move more of the step into that function."
+        "A function under @eager_region returned different shapes, types, strides or Python "
+        "values than in the capture; runner.stats().differing_calls shows where. Return "
+        "the same ones every time, or move more of the step into that function."
     ),
     Reason.PYTHON_STATE: (
         "print(runner) names the attribute, the class and, if known, the line. Keep this state in "

@@ -702,5 +702,5 @@ def _share(value: Any, setting: str) -> float:
     except (TypeError, ValueError):
         share = math.nan
     if isinstance(value, bool) or not 0.0 <= share < 1.0:
-        raise ConfigError(setting, value, "a number of at least 0 and less than 1")
+        raise ConfigError(setting, value, "a non-negative number less than 1")
     return share

@@ -43,7 +43,7 @@ def _optional_mode(value: Any) -> CUDAGraphMode | None:
             "mode",
             value,
             f"one of {', '.join(CUDAGraphMode.__members__)}",
-            f"{value!r} is a mode of inductor. To compile the pieces, pass "
+            f"{value!r} is an inductor mode. To compile the pieces, pass "
             "piece_compiler='inductor'.",
         )
     return CUDAGraphMode.parse(value)
