@@ -124,10 +124,10 @@ class Controls:
 
         Waiting steps run between the phases of each capture: the warmup, the capture itself, the
         instantiation by the driver, and each replay of the row proof. A capture has only one phase
-        if the runner has several lanes, or if the step changes state, declares scratch, draws
-        random numbers, consists of pieces or calls functions wrapped in ``torch.compile``. Pauses
-        longer than ``max_pause_us`` are listed in ``pauses`` of the result, with their phase.
-        During a capture, calls that would trigger a lazy capture run eager, with reason
+        if its mode is PIECEWISE, if the runner has several lanes, or if the step changes state,
+        declares scratch, draws random numbers or calls functions wrapped in ``torch.compile``.
+        Pauses longer than ``max_pause_us`` are listed in ``pauses`` of the result, with their
+        phase. During a capture, calls that would trigger a lazy capture run eager, with reason
         ``capture_pending``.
 
         Args:
