@@ -560,6 +560,7 @@ def _table(path: Path) -> Mapping[str, Any] | None:
             "configuration file",
             str(path),
             "TOML",
+            "Correct the file.",
             message=f"Configuration file {str(path)!r} is not valid TOML: {error}.",
         ) from error
     tools = data.get("tool", {})

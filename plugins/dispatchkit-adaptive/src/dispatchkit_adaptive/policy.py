@@ -344,7 +344,7 @@ class AdaptivePolicy:
                 if key not in self._places:
                     hint = "Dispatch the batch first, then record its times."
                     raise ConfigError("key", key, "a batch that was dispatched before", hint)
-                hint = "The policy does not choose between them for this batch: omit its times."
+                hint = "The policy has no choice for this batch, so do not record its times."
                 allowed = "a batch that may run both eager and with a graph"
                 raise ConfigError("key", key, allowed, hint)
         self._learn(arm, (clock, queued), key.num_tokens, latency_us)

@@ -66,7 +66,7 @@ def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
     if unused:
         print_stderr(
             f"Note: The values of {' and '.join(unused)} in {rows.source} are ignored. To use "
-            "them, declare buckets with the setting axes."
+            "them, declare buckets in the `axes` setting."
         )
 
 
