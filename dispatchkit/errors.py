@@ -263,7 +263,7 @@ class PolicyError(DispatchkitError, RuntimeError):
     ) -> None:
         self.policy, self.hook, self.origin, self.value = policy, hook, origin, value
         source = f" ({origin})" if origin else ""
-        super().__init__(f"Policy {policy!r}{source}, {hook}: {problem}")
+        super().__init__(f"Policy {policy!r}{source}: {hook} {problem}")
 
 
 class RegistrationError(DispatchkitError, ValueError):

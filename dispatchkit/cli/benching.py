@@ -32,7 +32,7 @@ def bench(
             "--checkout",
             metavar="FOLDER",
             help="Root folder of the checkout, which contains bench/; by default, the checkout "
-            "that runs this command.",
+            "from which this command runs.",
         ),
     ] = None,
     as_json: JsonOption = False,

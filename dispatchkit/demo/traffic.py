@@ -182,7 +182,8 @@ def plan_traffic(
         raise TraceError(
             trace.source,
             None,
-            "has no step with tokens and requests. Run more of its steps, or use another trace.",
+            "no step has both tokens and requests. Run more steps of the trace, or use another "
+            "trace.",
         )
     return Traffic(
         tuple(steps),

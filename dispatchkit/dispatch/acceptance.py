@@ -87,11 +87,7 @@ def trial_keys(
     for method in ("declare", "decide"):
         found = getattr(policy, method, None)
         if not callable(found):
-            wrong = (
-                "the method is missing"
-                if found is None
-                else f"is {format_value(found)}, not a method"
-            )
+            wrong = "is missing" if found is None else f"is {format_value(found)}, not a method"
             problem = f"{wrong}; a policy needs declare(config) and decide(batch, graphs)."
             raise PolicyError(name, method, problem, origin=origin, value=found)
     try:

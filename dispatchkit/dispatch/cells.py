@@ -64,7 +64,7 @@ def _limit_of(
         return "the codes of allowed modes", hint
     if _is_whole(num_tokens) and config.max_num_seqs < num_tokens:
         return "max_num_seqs", "Raise max_num_seqs for more requests." if is_above else ""
-    hint = "Each request has at least one token; pass 0 if the number is unknown."
+    hint = "Each request has at least one token; pass 0 if the number of requests is unknown."
     return "the number of tokens", hint
 
 

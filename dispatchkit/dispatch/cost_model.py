@@ -17,8 +17,8 @@ from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.modes import RuntimeMode
 
 _ALLOWED = (
-    "the name or file of a cost model as text, or an object with name, step_us and covers (see "
-    "dispatchkit.dispatch.CostModel)"
+    "a string with the name or path of a cost model, or an object with name, step_us and covers "
+    "(see dispatchkit.dispatch.CostModel)"
 )
 
 

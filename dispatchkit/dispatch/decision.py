@@ -357,7 +357,7 @@ class CellUpdate:
     @up_to.validator
     def _check_up_to(self, attribute: object, value: object) -> None:
         if type(value) is not int or value < 0:
-            raise DescriptorError("up_to", value, "a whole number of at least 0")
+            raise DescriptorError("up_to", value, "a non-negative whole number")
         if value and self.decision is not None:
             hint = "To set the decision of several cells, return one update for each."
             raise DescriptorError("up_to", value, "0 if a decision is given", hint)

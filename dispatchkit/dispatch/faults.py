@@ -10,7 +10,7 @@ from dispatchkit.errors import PolicyError
 from dispatchkit.once import Once
 
 _CONSEQUENCES = {
-    "observe": "Decisions that the policy learned before stay in the table.",
+    "observe": "Decisions that the policy learned earlier stay in the table.",
     "pace": "Steps are measured as if the policy had no `pace`.",
 }
 

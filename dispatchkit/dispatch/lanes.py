@@ -144,7 +144,7 @@ def lane_fault(answer: Any, num_lanes: int) -> str:
     if whole_number(answer) is None:
         return f"returned {format_value(answer)}, not the index of a lane ({_indices(num_lanes)})."
     if not 0 <= answer < num_lanes:
-        only = "the only index is" if num_lanes == 1 else "indices are"
+        only = "the only index is" if num_lanes == 1 else "the indices are"
         return f"returned lane {answer}, but {only} {_indices(num_lanes)}."
     return ""
 

@@ -498,7 +498,7 @@ class Controls:
         elif may_split and not config.has_token_limit and num_tokens > config.max_num_tokens:
             yield (
                 f"Batches of more than {counted(config.max_num_tokens, 'token')} run eager without "
-                "a decision of the policy. To let a policy split them, set max_num_tokens to the "
+                "a decision from the policy. To let a policy split them, set max_num_tokens to the "
                 "number of tokens in the largest batch."
             )
         key = decision.key

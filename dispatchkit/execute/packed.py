@@ -153,6 +153,7 @@ class PackedRunner:
     def _checked(self, inputs: Mapping[str, Sequence[Any]]) -> list[int]:
         """Validate the inputs of a call, and return the length of each item."""
         wanted = [*self._of_tokens, *self._of_items]
+        each = ", each" if len(wanted) > 1 else ""
         for name in (*wanted, *inputs):
             if name in self._made:
                 raise InputError(name, f"Input {name!r} is computed from the items; omit it.")
@@ -160,8 +161,8 @@ class PackedRunner:
                 problem = "Missing" if name in wanted else "Unknown"
                 raise InputError(
                     name,
-                    f"{problem} input {name!r}. Pass {', '.join(wanted)}, each as a sequence with "
-                    "one value per item.",
+                    f"{problem} input {name!r}. Pass {', '.join(wanted)}{each} as a sequence "
+                    "with one value per item.",
                 )
         num_items = {name: _num_items(name, values) for name, values in inputs.items()}
         if len(set(num_items.values())) > 1:
@@ -226,14 +227,15 @@ class PackedRunner:
             for shape, kind in zip(shapes, kinds, strict=False)
         )
         if wrong:
+            shown = ", ".join(str(tuple(shape)) for shape in shapes)
+            of_shapes = f" of shape{'s' * (len(shapes) > 1)} {shown}" if shapes else ""
             raise ConfigError(
                 "results",
                 self._results,
                 "'token' or 'item' for each output, according to its dimension 0",
                 f"A step with {counted(num_rows['token'], 'token')} and "
                 f"{counted(num_rows['item'], 'item')} returned "
-                f"{counted(len(leaves), 'output')} of shape "
-                f"{', '.join(str(tuple(shape)) for shape in shapes) or 'unknown'}.",
+                f"{counted(len(leaves), 'output')}{of_shapes}.",
             )
         parts = [
             leaf.split(list(lengths)) if kind == "token" else leaf.unbind(0)

@@ -376,7 +376,7 @@ class SlotState:
         for session, number in (used or {}).items():
             if whole_number(number) is None or number < 0:
                 hint = "Pass the number of positions that the session uses, or omit the session."
-                raise DescriptorError(f"used[{session!r}]", number, "a nonnegative integer", hint)
+                raise DescriptorError(f"used[{session!r}]", number, "a non-negative integer", hint)
         with self._changed:
             slots = self.slots_of(sessions)
             if len(set(slots)) < len(slots):

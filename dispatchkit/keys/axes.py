@@ -67,11 +67,11 @@ class Axis:
         buckets.
 
         Raises:
-            DescriptorError: The value is not a whole number of at least 0.
+            DescriptorError: The value is not a non-negative whole number.
         """
         number = whole_number(value)
         if number is None or number < 0:
-            raise DescriptorError(self.name, value, "a whole number of at least 0")
+            raise DescriptorError(self.name, value, "a non-negative whole number")
         if number > self.buckets[-1]:
             return 0
         return self._lookup[number] if self._lookup else self._search(number)

@@ -153,5 +153,5 @@ def _factory_error(
 ) -> PolicyError | PluginError:
     name, origin = registered.name, registered.origin
     if kind == "policy":
-        return PolicyError(name, "factory", problem, origin=str(origin), value=value)
+        return PolicyError(name, "the factory", problem, origin=str(origin), value=value)
     return PluginError(origin, f"the factory of {kind} {name!r} {problem}")

@@ -369,4 +369,4 @@ class LanePolicyTests:
 
 def _without_name(error: PolicyError) -> str:
     """Return the message of an error without the name of the policy."""
-    return f"{error.hook} {str(error).partition(f'{error.hook}: ')[2]}"
+    return f"{error.hook} {str(error).partition(f': {error.hook} ')[2]}"

@@ -127,14 +127,14 @@ def test_each_proposal_is_its_own(config):
 @pytest.mark.parametrize(
     ("part", "value", "says"),
     [
-        ("observe", 3, "observe: is 3; it must be a method"),
-        ("calibration_runs", [], "calibration_runs: is .*; it must be a method"),
-        ("explain", "text", "explain: is 'text'; it must be a method"),
-        ("traits", "monotone", "traits: is 'monotone'; it must be a set of names"),
-        ("traits", 3, "traits: is 3; it must be a set of names"),
-        ("pace", 0, "pace: is 0; it must be a whole number"),
-        ("pace", True, "pace: is True; it must be a whole number"),
-        ("pace", 1.5, "pace: is 1.5; it must be a whole number"),
+        ("observe", 3, "observe is 3; it must be a method"),
+        ("calibration_runs", [], "calibration_runs is .*; it must be a method"),
+        ("explain", "text", "explain is 'text'; it must be a method"),
+        ("traits", "monotone", "traits is 'monotone'; it must be a set of names"),
+        ("traits", 3, "traits is 3; it must be a set of names"),
+        ("pace", 0, "pace is 0; it must be a whole number"),
+        ("pace", True, "pace is True; it must be a whole number"),
+        ("pace", 1.5, "pace is 1.5; it must be a whole number"),
     ],
 )
 def test_optional_part_that_cannot_be_used_is_refused(config, part, value, says):
@@ -151,7 +151,7 @@ def test_pace_that_becomes_wrong_is_a_fault_and_counts_as_1(config):
     made = Dispatcher(policy, config, on_fault=lambda *fault: told.append(fault))
     assert made.pace == 4
     policy.pace = "often"
-    with pytest.warns(RuntimeWarning, match="pace: is 'often'.* measured as if the policy had no"):
+    with pytest.warns(RuntimeWarning, match="pace is 'often'.* measured as if the policy had no"):
         assert made.pace == 1
     assert made.pace == 1
     assert made.num_policy_errors == len(told) == 2

@@ -151,7 +151,7 @@ def test_policy_that_names_axes_decides_by_them():
 def test_key_of_no_bucket_is_refused_by_name(axes):
     policy = Aware()
     policy.axes = axes
-    with pytest.raises(PolicyError, match="Policy 'aware', declare"):
+    with pytest.raises(PolicyError, match="Policy 'aware': declare"):
         Dispatcher(policy, CONFIG)
 
 

@@ -672,7 +672,7 @@ def test_late_fault_runs_eager_is_counted_and_warned_of_once(answer, said):
     with pytest.warns(RuntimeWarning, match=said) as told:
         decision = dispatcher.dispatch(10)
     assert len(told) == 1
-    assert "'faulty' (dispatchkit-faulty 1.0), decide" in str(told[0].message)
+    assert "'faulty' (dispatchkit-faulty 1.0): decide" in str(told[0].message)
     assert (decision.key, decision.reason) == (None, "policy_error")
     assert dispatcher.num_policy_errors == 1
     with warnings.catch_warnings():
@@ -744,7 +744,7 @@ def test_not_mine_is_eager_with_a_reason():
     [
         (lambda config: [8], "returned 8; return only GraphKeys"),
         (lambda config: [None], "returned None; return only GraphKeys"),
-        (lambda config: 1 / 0, "declare: raised ZeroDivisionError"),
+        (lambda config: 1 / 0, "declare raised ZeroDivisionError"),
     ],
 )
 def test_bad_declaration_is_refused(declare, said):
@@ -809,10 +809,10 @@ def test_only_more_tokens_than_the_limit_suggest_a_higher_limit():
 @pytest.mark.parametrize("method", ["declare", "decide"])
 def test_policy_without_a_method_is_refused(method):
     policy = AskedPolicy()
-    for value, problem in ((None, "the method is missing"), ("text", "is 'text', not a method")):
+    for value, problem in ((None, "is missing"), ("text", "is 'text', not a method")):
         setattr(policy, method, value)
         with pytest.raises(
-            PolicyError, match=rf"{method}: {problem}; a policy needs declare\(config\)"
+            PolicyError, match=rf"{method} {problem}; a policy needs declare\(config\)"
         ):
             make(policy)
 
@@ -946,8 +946,8 @@ def test_ask_again_may_name_a_range_of_sizes():
 @pytest.mark.parametrize(
     ("decision", "up_to", "message"),
     [
-        (None, -1, r"a whole number of at least 0, got -1\.$"),
-        (None, 2.0, r"a whole number of at least 0, got 2\.0\.$"),
+        (None, -1, r"a non-negative whole number, got -1\.$"),
+        (None, 2.0, r"a non-negative whole number, got 2\.0\.$"),
         (Decision.eager("x"), 9, r"0 if a decision is given, got 9\. To set the decision"),
     ],
 )
@@ -1064,7 +1064,7 @@ def test_faulty_observe_is_named_counted_and_does_not_stop_the_step(answer, said
     with pytest.warns(RuntimeWarning, match=said) as told:
         dispatcher.observe(outcome)
     text = str(told[0].message)
-    assert text.startswith("Policy 'learner' (dispatchkit-learner 2), observe: ")
+    assert text.startswith("Policy 'learner' (dispatchkit-learner 2): observe ")
     assert text.count("learner 2") == 1
     dispatcher.observe(outcome)
     assert (len(told), dispatcher.num_policy_errors) == (1, 2)
@@ -1618,7 +1618,7 @@ def test_update_that_is_none_is_the_policys_fault():
     policy.observe = lambda outcome: [3]
     dispatcher = make(policy)
     with pytest.warns(
-        RuntimeWarning, match=r"observe: returned 3; return only CellUpdates\. Decisions"
+        RuntimeWarning, match=r"observe returned 3; return only CellUpdates\. Decisions"
     ):
         dispatcher.observe(Outcome(dispatcher.batch(8), dispatcher.dispatch(8)))
 

@@ -20,7 +20,7 @@ class Urgent:
 def test_lane_that_exists_is_no_fault():
     assert lane_fault(0, 2) == ""
     assert lane_fault(1, 2) == ""
-    assert "but indices are 0 to 1" in lane_fault(2, 2)
+    assert "but the indices are 0 to 1" in lane_fault(2, 2)
 
 
 def test_step_has_usual_priority_and_no_key_unless_told():

@@ -465,7 +465,7 @@ class Broken:
 def test_faulty_lane_policy_loses_no_step(make_lanes, answer):
     runner = make_lanes(lane_policy=Broken(answer))
     runner.capture()
-    with pytest.warns(LanePolicyWarning, match="Policy 'broken', choose: .*Warned once"):
+    with pytest.warns(LanePolicyWarning, match="Policy 'broken': choose .*Warned once"):
         future = runner.submit(torch.ones(2, 8))
     assert same(future.result(), network(torch.ones(2, 8)))
     runner.submit(torch.ones(2, 8))
@@ -475,7 +475,7 @@ def test_faulty_lane_policy_loses_no_step(make_lanes, answer):
 def test_faulty_lane_policy_raises_in_a_strict_runner(make_lanes):
     runner = make_lanes(lane_policy=Broken(7), options=RunnerOptions(strict=True))
     runner.capture()
-    with pytest.raises(PolicyError, match=r"returned lane 7, but indices are 0 to 2"):
+    with pytest.raises(PolicyError, match=r"returned lane 7, but the indices are 0 to 2"):
         runner.submit(torch.ones(2, 8))
 
 

@@ -245,7 +245,7 @@ def test_moves_of_raw_banks_copy_positions_in_use_and_clear_the_rest():
         tensor.fill_(number + 5)
     for number in (-1, 0.5, None):
         with pytest.raises(
-            DescriptorError, match=r"used\['d'\] must be a nonnegative integer, got"
+            DescriptorError, match=r"used\['d'\] must be a non-negative integer, got"
         ):
             state.leave("a", used={"d": number})
     moves = state.leave("a", "c", used={"d": 2, "b": 9})

@@ -44,7 +44,7 @@ def test_value_goes_to_the_bucket_that_holds_it(monkeypatch, lookup):
 
 @pytest.mark.parametrize("bad", [-1, 1.0, True, "1", None])
 def test_value_that_is_no_count_is_refused(bad):
-    with pytest.raises(DescriptorError, match="length must be a whole number of at least 0"):
+    with pytest.raises(DescriptorError, match="length must be a non-negative whole number"):
         AXES[0].index(bad)
 
 

@@ -31,7 +31,7 @@ class InTurn:
         return (self._next - 1) % len(lanes)
 
 
-@planted("every step gets a lane", r"returned lane (\d), but (indices are|the only index is) 0")
+@planted("every step gets a lane", r"returned lane (\d), but (the indices are|the only index is) 0")
 class CountsFromOne(InTurn):
     """Numbers lanes from 1 instead of 0."""
 
@@ -47,7 +47,7 @@ class ReturnsTheLane(InTurn):
         return lanes[super().choose(step, lanes)]
 
 
-@planted("every step gets a lane", r"returned lane -1, but (indices are|the only index is) 0")
+@planted("every step gets a lane", r"returned lane -1, but (the indices are|the only index is) 0")
 class PriorityAsIndex(InTurn):
     """Uses the priority, which may be negative or large, as the index."""
 

@@ -377,7 +377,7 @@ class BeyondCalibrationPolicy(CountingPolicy):
         return [CalibrationRun(Batch(small.num_tokens + 1), Decision.replay(small), runs=1)]
 
 
-@planted("optional parts can be used", r"pace: is 0")
+@planted("optional parts can be used", r"pace is 0")
 class StandstillPolicy(SmallestPolicy):
     """Requests a measurement pace of zero."""
 

@@ -17,7 +17,10 @@ from dispatchkit.errors import ReplayError
 
 
 def _refuse_replay() -> None:
-    raise ReplayError("The graph was released. Capture it again, or release it after its last use.")
+    raise ReplayError(
+        "The graph was released. Capture the function again, or release the graph only after its "
+        "last use."
+    )
 
 
 class CudaGraph:

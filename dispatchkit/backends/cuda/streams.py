@@ -134,7 +134,7 @@ class CudaEvent:
             )
         if not (self._recorded and end._recorded and self.query() and end.query()):
             raise ReplayError(
-                "The time between two events was read before both events were recorded and had "
+                "The time between two events was read before both had been recorded and had "
                 "completed. Record both, then call synchronize() on the second."
             )
         return float(self._raw.elapsed_time(end._raw)) * 1000.0

@@ -212,8 +212,8 @@ class Recorder(OperationMode):
             if saved is not None and saved.nbytes() != tensor.untyped_storage().nbytes():
                 raise RuntimeError(
                     f"{func._schema.name} resized a tensor created outside the capture "
-                    f"({saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes); create the "
-                    "tensor with its final size"
+                    f"(from {saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes); "
+                    "create the tensor with its final size"
                 )
 
     def _add_storage(self, tensor: torch.Tensor) -> None:

@@ -177,7 +177,7 @@ class TapeStream:
         if self.capturing_thread not in (None, threading.get_ident()):
             raise ReplayError(
                 f"Another thread is capturing on {self!r}, so no event can be recorded on it, and "
-                "no other stream can wait for it. Do so before or after the capture."
+                "no other stream can wait for it. Record or wait before or after the capture."
             )
         mark = Mark(self)
         if self.scheduler is not None and self.is_deferred and not capturing_device():
@@ -269,8 +269,8 @@ class TapeEvent:
         first, last = self._mark, end._mark
         if first is None or last is None or not (first.done and last.done):
             raise ReplayError(
-                "The time between two events was read before both were recorded and done. Record "
-                "both, then call synchronize() on the second."
+                "The time between two events was read before both had been recorded and had "
+                "completed. Record both, then call synchronize() on the second."
             )
         elapsed_ns: int = last.at_ns - first.at_ns
         return elapsed_ns / 1000.0

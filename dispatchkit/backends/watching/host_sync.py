@@ -38,8 +38,8 @@ _PUBLIC_NAMES = {
     "aten::_index_put_impl_": "assignment by a mask",
     "aten::_unique2": "torch.unique",
     "aten::unique_dim": "torch.unique",
-    "aten::_nested_tensor_from_mask_left_aligned": "a padding mask turned into nested tensors",
-    "aten::_nested_tensor_from_mask": "a padding mask turned into nested tensors",
+    "aten::_nested_tensor_from_mask_left_aligned": "conversion to nested tensors",
+    "aten::_nested_tensor_from_mask": "conversion to nested tensors",
 }
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -320,7 +320,7 @@ class CapturedKey:
                 raise CaptureError(
                     f"Output {index} is {format_value(values[index])} ({type(leaf).__name__}) in "
                     f"one run of the step and {format_value(leaf)} in the next, on the same rows. "
-                    "A replay does not run Python and would always return the value of the "
+                    "A replay does not run Python and would always return the value from the "
                     "capture. Return a tensor, a value that compares equal, or an object with "
                     "tensor attributes.",
                     key=str(self.key),

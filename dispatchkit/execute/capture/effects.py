@@ -176,17 +176,18 @@ class PythonEffects:
         """
         if often := [path for path, count in self._replaced.items() if count > MAX_REPLACED]:
             raise CaptureError(
-                f"{often[0]} was replaced more than {MAX_REPLACED} times since the first capture, "
-                "and each replacement invalidates the graphs. Keep it in a tensor that is written "
-                "in place (tensor.copy_(...)), or pass it as an input.",
+                f"{often[0]} has been replaced more than {MAX_REPLACED} times since the first "
+                "capture, and each replacement invalidates the graphs. Keep it in a tensor that is "
+                "written in place (tensor.copy_(...)), or pass it as an input.",
                 reason=Reason.PYTHON_STATE,
             )
         before = self.state()
         read = self.state(graphs_alone=graphs_alone)  # recorded before the block changes anything
         if iterators := read.iterators_read():
-            noun = "iterator" if len(iterators) == 1 else "iterators"
+            is_one = len(iterators) == 1
+            noun, place = ("iterator", "position") if is_one else ("iterators", "positions")
             raise CaptureError(
-                f"The step reads the {noun} {named(iterators)}, whose position cannot be restored "
+                f"The step reads the {noun} {named(iterators)}, whose {place} cannot be restored "
                 "after a warmup. Take the next item outside the step, and pass it as an input. "
                 "Until then, every step runs eager.",
                 reason=Reason.PYTHON_STATE,

@@ -535,13 +535,14 @@ class GraphedCalls:
         for name, one, dim in zip(names, tensors, dims, strict=True):
             if dim is not None and (whole_number(dim) is None or not 0 <= dim < one.dim()):
                 is_named = isinstance(declared, Mapping)
+                hint = "To declare tensors separately, pass a dictionary keyed by tensor name."
                 dims_of = {0: "None", 1: "0 or None"}
                 allowed = dims_of.get(one.dim(), f"a number from 0 to {one.dim() - 1}, or None,")
                 raise ConfigError(
                     f"batch_dims[{name!r}]" if is_named else "batch_dims",
                     dim,
                     f"{allowed} for tensor {name!r} of shape {tuple(one.shape)}",
-                    "" if is_named else "To declare tensors separately, pass a dictionary by name.",
+                    "" if is_named else hint,
                 )
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
@@ -638,7 +639,7 @@ class GraphedCalls:
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
             varied.append(f"a value was {_some(found)} (pass it as a tensor)")
-        reached = f"The maximum of {counted(len(forms), 'form')} of calls is reached"
+        reached = f"The maximum of {counted(len(forms), 'form')} of calls has been reached"
         if not varied:
             return (
                 f"{reached}: calls differ in the names or nesting of their arguments. Pass the "

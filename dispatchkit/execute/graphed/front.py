@@ -184,7 +184,9 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
     for dim in dims:
         if dim is None or whole_number(dim) is not None or (dim is batch_dims and dim == DERIVED):
             continue
-        allowed = f"the index of a dimension, None, {DERIVED!r}, or a dictionary by tensor name"
+        allowed = (
+            f"the index of a dimension, None, {DERIVED!r}, or a dictionary keyed by tensor name"
+        )
         hint = "For example, pass {'x': 0, 'mask': None}."
         raise ConfigError("batch_dims", batch_dims, allowed, hint)
 

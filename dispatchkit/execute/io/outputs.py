@@ -292,7 +292,7 @@ def check_batch_dims(value: Any, *, may_derive: bool = False) -> None:
         return
     for dim in tree_leaves(value):
         if dim is not None and whole_number(dim) is None:
-            allowed = "the index of a dimension, None, or a structure of these with one per output"
+            allowed = "the index of a dimension, None, or a structure with one of these per output"
             if may_derive:
                 allowed = f"{DERIVED!r}, {allowed}"
             raise ConfigError("output_batch_dims", value, allowed)

@@ -65,7 +65,7 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
         raise ConfigError(
             "shape",
             value,
-            "a tuple of nonnegative whole numbers and axes such as 'requests' or 'requests + 1', "
+            "a tuple of non-negative whole numbers and axes such as 'requests' or 'requests + 1', "
             "with at most one None (the batch dimension)",
             "For example, pass (None, 16).",
         )

@@ -103,7 +103,7 @@ def _why_not_shared(work: Workload, number: int) -> str:
     if number > 1:
         return "the runner has several lanes"
     if work.step.can_split:
-        return "the step can run in PIECEWISE"  # its eager parts may call another runner
+        return "the step can run in PIECEWISE mode"  # its eager parts may call another runner
     if work.spec.outputs == "view" and not options.buffers.share_outputs:
         return "outputs are views of the pool"
     if options.memory.max_bytes is not None:

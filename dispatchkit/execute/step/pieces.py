@@ -103,7 +103,7 @@ class Step:
 
     Attributes:
         in_segments: Whether the step is captured in segments.
-        can_split: Whether the step can run in PIECEWISE.
+        can_split: Whether the step can run in PIECEWISE mode.
 
     Raises:
         ConfigError: The list is empty or has no graph piece, a piece is not marked or needs an

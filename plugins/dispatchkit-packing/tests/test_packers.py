@@ -99,5 +99,5 @@ def test_a_packer_that_raises_is_named():
     def packer(lengths, limits):
         raise ValueError("no")
 
-    with pytest.raises(PolicyError, match="'packer', pack: raised ValueError: no"):
+    with pytest.raises(PolicyError, match="'packer': pack raised ValueError: no"):
         pack_items(packer, [1], PackingLimits((8,)))
