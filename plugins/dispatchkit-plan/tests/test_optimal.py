@@ -130,7 +130,7 @@ def test_plans_within_a_budget_equal_brute_force(demand, price, budget):
     prices = np.array(price, dtype=np.float64)
     cost = padding_costs(candidates, demand)
     if price[-1] > budget:
-        with pytest.raises(ConfigError, match="which the graph of the largest size"):
+        with pytest.raises(ConfigError, match="the amount needed by the graph of the largest size"):
             best_sizes_within(candidates, cost, prices, budget, units=budget)
         return
     affordable = [

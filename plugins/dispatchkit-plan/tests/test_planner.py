@@ -148,7 +148,10 @@ def test_alignment_restricts_every_size():
         ({"memory_bytes": 1e9, "bytes_per_graph": 1.0, "token_budget": 9}, "greater than max_size"),
         ({"memory_bytes": 1e9}, "bytes_per_graph"),
         ({"memory_bytes": float("nan"), "bytes_per_graph": 1.0}, "greater than 0"),
-        ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "at least 200, which the graph"),
+        (
+            {"memory_bytes": 100.0, "bytes_per_graph": 200.0},
+            "at least 200, the amount needed by the graph",
+        ),
         ({"capture_time_s": 1.0}, "capture_s_per_graph"),
         ({"capture_time_s": 1.0, "capture_s_per_graph": -1}, "greater than 0"),
         ({"graphs": 2, "cost_model": "mlp-h100"}, r"a dispatchkit_plan.CostModel, .* load_cost_"),
@@ -273,11 +276,11 @@ def test_steps_without_adapters_keep_graphs_of_their_own():
     assert {(f.uniform, f.num_active_loras) for f in together.families} == {(True, 3), (False, 8)}
     assert together.waste_pct <= plan.waste_pct
     for options in ({}, {"curve_to": 1}, {"max_size": 1, "keyed": "uniform+loras"}):
-        with pytest.raises(ConfigError, match=r"at least . if each kind of step is planned"):
+        with pytest.raises(ConfigError, match=r"at least ., one for each group of steps"):
             plan_sizes(
                 trace_of([1] * 9, uniform_decode=[1] * 9), **{"graphs": 1, "keyed": True, **options}
             )
-    with pytest.raises(ConfigError, match="at least 16, which 2 graphs need, one for each kind"):
+    with pytest.raises(ConfigError, match="at least 16, the amount needed by 2 graphs, one for"):
         plan_sizes(trace, keyed=True, memory_bytes=15, bytes_per_graph=8)
 
 

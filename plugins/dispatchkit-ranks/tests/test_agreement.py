@@ -69,7 +69,9 @@ def test_faults_name_the_rank_and_the_last_step(worlds):
     assert (good["error"]["ranks"], good["error"]["reason"]) == ([1], "left")
     for rank, each in enumerate(captures):
         assert (each["error"]["ranks"], each["error"]["reason"]) == ([1 - rank], "differs")
-    assert "Rank 1 captures a graph, while rank 0 reached step 4" in captures[0]["error"]["text"]
+    assert (
+        "Rank 1 captures a graph, while rank 0 has reached step 4" in captures[0]["error"]["text"]
+    )
     assert first[1]["error"]["ranks"] == [0]
     assert [each["error"] for each in fine] == [None, None]
     assert fine[0]["decisions"] == fine[1]["decisions"]

@@ -750,10 +750,10 @@ def test_a_policy_that_learns_later_is_told_of_eager_steps_too(manager_module, c
 @pytest.mark.slow_except("0.33")
 def test_a_policy_that_learns_is_refused_on_several_ranks(runner_module, monkeypatch):
     ask(monkeypatch, "adaptive")
-    with pytest.raises(ConfigError, match="does not learn if there are 4 ranks"):
+    with pytest.raises(ConfigError, match="does not learn, because there are 4 ranks"):
         first_of(runner_module, world_size=2, replicas=2)
     ask(monkeypatch, "composite", members="vllm,adaptive")
-    with pytest.raises(ConfigError, match="does not learn if there are 4 ranks"):
+    with pytest.raises(ConfigError, match="does not learn, because there are 4 ranks"):
         first_of(runner_module, world_size=2, replicas=2)
     ask(monkeypatch, "composite", members="vllm,threshold")
     assert first_of(runner_module, world_size=2, replicas=2).cudagraph_dispatcher.controller.core

@@ -141,7 +141,7 @@ def test_entries_hold_graphs_that_replay_and_dicts_that_stay(device):
     wrapper.clear_graphs()
     assert held == {}
     assert wrapper.concrete_cudagraph_entries is held
-    with pytest.raises(ReplayError, match="was not captured yet"):
+    with pytest.raises(ReplayError, match="has not been captured yet"):
         entry.cudagraph.replay()
     with set_forward_context("FULL", "key"):
         wrapper(x)

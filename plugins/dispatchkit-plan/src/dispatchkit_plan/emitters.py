@@ -160,7 +160,7 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 
 _SGLANG_NOTES = (
     (
-        "The sizes apply only to decode steps. Of a plan made with --keyed, only the uniform "
+        "The sizes apply only to decode steps. From a plan made with --keyed, only the uniform "
         "decode sizes are used."
     ),
     "With data-parallel attention, sizes count the requests of one rank.",

@@ -124,8 +124,8 @@ class JointCurve:
             raise ConfigError(
                 "graphs",
                 num_graphs,
-                f"at least {self.fewest} if each kind of step is planned separately",
-                "Each kind needs at least one graph, for its largest size.",
+                f"at least {self.fewest}, one for each group of steps that is planned separately",
+                "Each group needs a graph for its largest size.",
             )
         return [(g.uniform, g.loras, g.curve.sizes(count)) for g, count in chosen]
 

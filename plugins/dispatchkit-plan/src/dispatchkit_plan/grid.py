@@ -245,7 +245,7 @@ class _Batches:
     def of(cls, trace: StepTrace, axis: str) -> _Batches:
         """Return the steps of a trace, excluding steps without rows."""
         if axis not in trace.axes:
-            problem = f"has no column 'axis.{axis}'."
+            problem = f"the trace has no column 'axis.{axis}'."
             if trace.axes:
                 problem += f" Pass an axis of the trace: {', '.join(trace.axes)}."
             else:
@@ -255,7 +255,9 @@ class _Batches:
         values = np.maximum(np.array(trace.column(f"axis.{axis}"), dtype=np.int64), 1)
         some = sizes > 0
         if not some.any():
-            raise TraceError(trace.source, None, "has no step with tokens. Use another trace.")
+            raise TraceError(
+                trace.source, None, "the trace has no step with tokens. Use another trace."
+            )
         return cls(sizes[some], values[some], trace.source, trace.has_order)
 
     def __len__(self) -> int:
@@ -280,10 +282,10 @@ class _Batches:
             raise TraceError(
                 self.source,
                 None,
-                "cannot be split into halves: it has only one step. Use fit_on='all'."
+                "the trace cannot be split into halves: it has only one step. Use fit_on='all'."
                 if self.has_order
-                else "cannot be split into halves: it does not record the order of its steps. Use "
-                "fit_on='all'.",
+                else "the trace cannot be split into halves: it does not record the order of its "
+                "steps. Use fit_on='all'.",
             )
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 

@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 
 __all__ = [
     "BoolArray",
@@ -212,8 +212,8 @@ def best_sizes_within(
         raise ConfigError(
             setting,
             budget,
-            f"at least {price[-1]:.15g}, which the graph of the largest size ({candidates[-1]} "
-            "tokens) needs",
+            f"at least {price[-1]:.15g}, the amount needed by the graph of the largest size "
+            f"({counted(int(candidates[-1]), 'token')})",
             f"Raise {setting}, or reduce max_size.",
         )
     count = len(candidates)

@@ -399,8 +399,8 @@ class _Planner:
             raise ConfigError(
                 self.budget.setting,
                 self.budget.limit,
-                f"at least {least:.15g}, which {counted(joint.fewest, 'graph')} need, one for each "
-                "kind of step",
+                f"at least {least:.15g}, the amount needed by {counted(joint.fewest, 'graph')}, "
+                "one for each group of steps that is planned separately",
                 f"Raise {self.budget.setting}, or omit keyed.",
             )
         return within, curve

@@ -179,7 +179,7 @@ def simulate_ranks(
         raise TraceError(
             trace.source,
             None,
-            f"has {counted(len(steps), 'step')} with tokens, but simulating "
+            f"the trace has {counted(len(steps), 'step')} with tokens, but simulating "
             f"{counted(ranks, 'rank')} requires at least {ranks:,}. Use a longer trace{fewer}.",
         )
     steps = _first(steps, num_rounds * ranks)

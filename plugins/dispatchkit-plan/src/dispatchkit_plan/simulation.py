@@ -139,7 +139,9 @@ def simulate(
     axis = model.axis if model.axis in [axis.name for axis in config.axes] else ""
     steps = Steps.of(trace, config, axis)
     if not len(steps):
-        raise TraceError(trace.source, None, "has no step with tokens. Use another trace.")
+        raise TraceError(
+            trace.source, None, "the trace has no step with tokens. Use another trace."
+        )
     if scenario.max_bytes is not None and model.graph_bytes is None:
         raise ConfigError(
             "max_bytes",

@@ -149,7 +149,7 @@ def forecast_swap(
     with_tokens = [step for step in trace if step.num_tokens]
     kept = [step for step in with_tokens if step.num_tokens <= limit]
     if not kept:
-        problem = f"has no step of 1 to {limit} tokens to compare. Use another trace."
+        problem = f"the trace has no step of 1 to {limit} tokens to compare. Use another trace."
         raise TraceError(trace.source, None, problem)
     compared = StepTrace.from_steps(kept, source=trace.source)
     with runner.registry.lock:  # keeps the policy from learning during the copy

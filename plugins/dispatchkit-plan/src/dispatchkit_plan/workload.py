@@ -89,7 +89,9 @@ class Workload:
         middle = len(self.num_tokens) // 2
         if not middle:
             raise TraceError(
-                self.source, None, "has only one step, which cannot be split. Use fit_on='all'."
+                self.source,
+                None,
+                "the trace has only one step, so it cannot be split. Use fit_on='all'.",
             )
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 
@@ -156,5 +158,5 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
         )
     work = work.chosen((work.num_tokens > 0) & (work.counts > 0))
     if not len(work.num_tokens):
-        raise TraceError(work.source, None, "has no step with tokens. Use another trace.")
+        raise TraceError(work.source, None, "the trace has no step with tokens. Use another trace.")
     return work

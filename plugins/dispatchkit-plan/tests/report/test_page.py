@@ -119,8 +119,8 @@ def test_without_sizes_or_arms_it_is_said_what_is_missing(
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((512,), "Graphs serve 50.0% of 2 steps, with padding of 156.00% of the real tokens of"),
-        ((1024,), "Graphs serve 100.0% of 2 steps, with padding of 156.00% of the real tokens of"),
+        ((512,), "Graphs serve 50.0% of 2 steps. Padding is 156.00% of the real tokens of"),
+        ((1024,), "Graphs serve 100.0% of 2 steps. Padding is 156.00% of the real tokens of"),
         ((1,), "Every step runs eager"),
     ],
 )

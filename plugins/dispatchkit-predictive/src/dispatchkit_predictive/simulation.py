@@ -83,7 +83,9 @@ def keys_of_trace(
             reqs, loras = min(reqs, config.max_num_seqs), min(loras, config.max_loras)
             keys.append(dispatcher.dispatch(tokens, reqs, kind, loras).key)
     if not keys:
-        raise TraceError(trace.source, None, "has no step with tokens. Use another trace.")
+        raise TraceError(
+            trace.source, None, "the trace has no step with tokens. Use another trace."
+        )
     return keys, list(dispatcher.registry)
 
 

@@ -407,7 +407,7 @@ class RankAgreement:
                 f"rank {number} {each.description}" for each, number in others.items()
             )
             reason = LEFT if Phase.CLOSE in others else "differs"
-            text = f"{report[0].upper()}{report[1:]}, while rank {me} reached {where}."
+            text = f"{report[0].upper()}{report[1:]}, while rank {me} has reached {where}."
         else:
             # All ranks reach this point, because the merged marks are equal on all ranks.
             everyone = self._marks(mark, where)

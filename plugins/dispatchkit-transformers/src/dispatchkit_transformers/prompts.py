@@ -61,9 +61,7 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
         )
     made = tuple(sorted(set(check_counts(sizes, "prompt_sizes"))))
     if made and made[-1] > max_length:
-        raise ConfigError(
-            "prompt_sizes", made, f"a list of sizes of at most max_length ({max_length})"
-        )
+        raise ConfigError("prompt_sizes", made, f"a list of sizes up to max_length ({max_length})")
     return made
 
 

@@ -86,7 +86,7 @@ class SpeculativeDecoder:
         check_instance(decoder, GraphDecoder, "decoder")
         if whole_number(getattr(drafter, "num_draft_tokens", None)) is None:
             hint = "Pass PromptLookup(decoder), for example."
-            allowed = "a Drafter, whose num_draft_tokens is an integer"
+            allowed = "a Drafter with an integer num_draft_tokens"
             raise ConfigError("drafter", drafter, allowed, hint)
         decoder.check_has_drafts()
         number = drafter.num_draft_tokens

@@ -93,7 +93,7 @@ def calibrate(
             inputs contain their fill value.
         pace: ``queued`` to launch steps without waiting, or ``waited`` to launch each step after
             the previous step has ended; see the docstring of the module.
-        samples: Number of samples of each size and mode; the model contains their median.
+        samples: Number of samples per size and mode; the model contains their median.
         name: Name of the cost model; by default, the names of the step and the device.
         progress: Function that is called with the number of finished samples and of all samples.
         settings: Further settings of the runner (``backend``, ``state``, ``mode``...), if ``step``

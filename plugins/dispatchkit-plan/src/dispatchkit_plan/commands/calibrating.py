@@ -53,14 +53,14 @@ def calibrate(
         ),
     ] = "queued",
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", help="Number of samples of each size and mode.")
+        int, typer.Option("--samples", metavar="N", help="Number of samples per size and mode.")
     ] = 7,
     name: Annotated[
         str,
         typer.Option(
             "--name",
             metavar="TEXT",
-            help="Name of the cost model; by default, it names the device.",
+            help="Name of the cost model; by default, the names of the step and the device.",
         ),
     ] = "",
     force: ForceOption = False,

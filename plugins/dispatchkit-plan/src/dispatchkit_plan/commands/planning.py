@@ -64,7 +64,7 @@ def plan(
         typer.Option(
             "--bytes-per-graph",
             metavar="BYTES",
-            help="Memory of each graph, for --memory-bytes; by default, that of --cost-model.",
+            help="Memory of each graph, for --memory-bytes; by default, taken from --cost-model.",
         ),
     ] = None,
     capture_s_per_graph: Annotated[
@@ -72,7 +72,7 @@ def plan(
         typer.Option(
             "--capture-s-per-graph",
             metavar="SECONDS",
-            help="Time of each capture, for --capture-time-s; by default, that of --cost-model.",
+            help="Time of each capture, for --capture-time-s; by default, taken from --cost-model.",
         ),
     ] = None,
     max_size: Annotated[

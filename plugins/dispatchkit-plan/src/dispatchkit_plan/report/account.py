@@ -206,7 +206,9 @@ def account_for(
     config = dispatcher.config
     rows = list(_arguments(trace, config))
     if not rows:
-        raise TraceError(trace.source, None, "has no step with tokens. Use another trace.")
+        raise TraceError(
+            trace.source, None, "the trace has no step with tokens. Use another trace."
+        )
     most = max(row[0] for row in rows)
     if most > config.max_num_tokens:
         raise ConfigError(

@@ -395,7 +395,7 @@ def _boxes_along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float
 
 
 _Box = tuple[float, float, float]
-"""(left, right, baseline) of a text or of an area that a text must not cover."""
+"""(left, right, baseline) of a label, or of an area that labels must not cover."""
 _Group = tuple[float, float, list[str]]
 """(x, y, labels) of a point; its labels are stacked."""
 

@@ -110,11 +110,11 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     summary = "Every step runs eager, for the reasons below."
     if num_eager < steps:
         summary = (
-            f"Graphs serve {replayed:.1%} of {counted(steps, 'step')}, with padding of "
-            f"{account.waste_pct:.2f}% of the real tokens of these steps."
+            f"Graphs serve {replayed:.1%} of {counted(steps, 'step')}. Padding is "
+            f"{account.waste_pct:.2f}% of the real tokens of the replayed steps."
         )
         if num_eager:
-            summary += " The rest run eager, for the reasons below."
+            summary += " All other steps run eager, for the reasons below."
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     own = _own_point(account)
     return Report(

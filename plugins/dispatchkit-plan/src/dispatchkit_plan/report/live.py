@@ -129,8 +129,8 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
     return Report(
         title=f"Live statistics of {policy}",
         summary=(
-            f"Graphs served {replayed:.1%} of {counted(last['steps'], 'step')}, with padding of "
-            f"{share:.2f}% of the real tokens of these steps."
+            f"Graphs served {replayed:.1%} of {counted(last['steps'], 'step')}. Padding is "
+            f"{share:.2f}% of the real tokens of the replayed steps."
             if last["steps"]
             else "No step has run yet."
         ),

@@ -110,7 +110,7 @@ class SizeHistogram:
             raise TraceError(
                 self.source,
                 None,
-                f"counts {self.num_steps:,} steps; at most {MAX_STEPS:,} can be processed "
+                f"the file counts {self.num_steps:,} steps; at most {MAX_STEPS:,} can be processed "
                 f"individually. Divide all counts by at least {-(-self.num_steps // MAX_STEPS)}.",
             )
         kinds = [kind for kind, count in self.counts.items() if count]
@@ -121,7 +121,9 @@ class SizeHistogram:
         )
         order = [number for _, number in sorted(places)]
         if not order:
-            raise TraceError(self.source, None, "counts no steps. Use a file with positive counts.")
+            raise TraceError(
+                self.source, None, "the file counts no steps. Use a file with positive counts."
+            )
         columns: dict[str, list[int]] = {"num_tokens": [kind.num_tokens for kind in kinds]}
         if any(kind.uniform is not None for kind in kinds):
             columns["uniform_decode"] = [int(bool(kind.uniform)) for kind in kinds]
@@ -219,7 +221,7 @@ def read_cudagraph_stats(
         raise TraceError(
             name,
             None,
-            "has no table of CUDA graph statistics. vLLM prints these tables with "
+            "the file has no table of CUDA graph statistics. vLLM prints these tables with "
             f"--cudagraph-metrics; their columns are {', '.join(_STAT_HEADER)}.",
         )
     return found
@@ -252,14 +254,14 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
                 raise TraceError(
                     name,
                     line,
-                    f"has a table with columns {', '.join(cells)}, but vLLM's table has the "
+                    f"the table has the columns {', '.join(cells)}, but vLLM's table has the "
                     f"columns {', '.join(_STAT_HEADER)}. Correct the header of the table.",
                 )
     if not seen_header:
         return None
     if not rows:
         raise TraceError(
-            name, None, "has a CUDA graph statistics table without rows. Run the server longer."
+            name, None, "no table of CUDA graph statistics has rows. Run the server longer."
         )
     return CudagraphStats(tuple(rows), config_mode, sizes, name)
 
@@ -280,8 +282,8 @@ def _stat_row(name: str, line: int, cells: list[str]) -> CudagraphStatRow:
         raise TraceError(
             name,
             line,
-            f"has {counted(len(cells), 'cell')}, but the table has {len(_STAT_HEADER)} columns. "
-            "Correct or remove the line.",
+            f"the line has {counted(len(cells), 'cell')}, but the table has {len(_STAT_HEADER)} "
+            "columns. Correct or remove the line.",
         )
     numbers = {
         column: _whole(name, line, column, cell)
@@ -363,7 +365,8 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
             raise TraceError(
                 name,
                 line,
-                f"has {counted(len(cells), 'column')}, but the header has {len(header)}.{cut}",
+                f"the line has {counted(len(cells), 'column')}, but the header has "
+                f"{len(header)}.{cut}",
             )
         row = {
             column: _whole(name, line, column, cell)
@@ -379,10 +382,14 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
         counts[kind] += row["count"]
     if header is None:
         raise TraceError(
-            name, None, "is empty. The first line of a histogram is a header such as `size,count`."
+            name,
+            None,
+            "the file is empty. The first line of a histogram is a header such as `size,count`.",
         )
     if not counts:
-        raise TraceError(name, None, "has a header but no sizes. Add a line for each size.")
+        raise TraceError(
+            name, None, "the file has a header but no sizes. Add a line for each size."
+        )
     return SizeHistogram(dict(counts), name)
 
 
@@ -410,7 +417,7 @@ def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]
         raise TraceError(
             name,
             line,
-            f"has the columns {', '.join(cells)}, but a histogram needs `count` and "
+            f"the header has the columns {', '.join(cells)}, but a histogram needs `count` and "
             f"exactly one of {' and '.join(_SIZE_NAMES)}.",
         )
     return tuple(cells)

@@ -57,7 +57,7 @@ def read_workload(
         if text is not None:
             break
     else:
-        raise TraceError(name, None, "is empty. Record a trace with `dispatchkit record`.")
+        raise TraceError(name, None, "the file is empty. Record a trace with `dispatchkit record`.")
     whole = itertools.chain(head, blocks)
     cells = [cell.strip() for cell in text.split(",")]
     if {"step", "t_s"} & set(cells) or (text.lstrip().startswith("{") and "num_tokens" in text):

@@ -138,7 +138,7 @@ class PolicyCore:
             if self._result_of(key) is not None:
                 continue
             like = [str(one) for one in self._graphs if one.num_tokens == key.num_tokens]
-            captured = "It captures no graph of that size."
+            captured = "The runner captures no graph of that size."
             if like:
                 captured = f"Captured graphs of that size: {'; '.join(like)}."
             raise UnfitPolicyError(
@@ -284,7 +284,7 @@ def refuse_learning(policy: Policy, world_size: int) -> None:
         raise ConfigError(
             "policy",
             policy_name(policy),
-            f"a policy that does not learn if there are {world_size} ranks",
+            f"a policy that does not learn, because there are {world_size} ranks",
             "Each rank would measure different times, and ranks with different decisions hang. "
             "Choose a policy without an observe() method, such as 'vllm'.",
         )

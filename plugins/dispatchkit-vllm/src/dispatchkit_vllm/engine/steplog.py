@@ -68,7 +68,7 @@ class StepLog:
             raise TraceError(
                 str(self.path),
                 None,
-                f"cannot be written: {error.strerror or error}. Change the setting trace "
+                f"the file cannot be written: {error.strerror or error}. Change the setting trace "
                 "(DISPATCHKIT_TRACE), or remove it.",
             ) from error
         self._thread = threading.Thread(target=self._run, name="dispatchkit-trace", daemon=True)

@@ -90,11 +90,12 @@ class _Slot:
         """Launch the graph on the current stream.
 
         Raises:
-            ReplayError: The graph was not captured yet, or was released.
+            ReplayError: The graph has not been captured yet, or was released.
         """
         if self.captured is None:
             raise ReplayError(
-                "This graph was not captured yet or was released. Call its wrapper to capture it."
+                "This graph has not been captured yet, or was released. Call its wrapper to "
+                "capture it."
             )
         self.captured.replay()
 
