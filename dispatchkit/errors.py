@@ -8,7 +8,9 @@ a built-in exception, so that existing ``except ValueError`` clauses keep workin
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -83,6 +85,26 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     *others, last = map(repr, near or ("",))
     guess = f"{', '.join(others)} or {last}" if others else last
     return f" Did you mean {guess}?" if near else ""
+
+
+_PACKAGE = Path(__file__).parent
+
+
+def describe_exception(error: Exception, where: str = "") -> str:
+    """Describe an exception of a plugin's code, as a sentence with the line that raised."""
+    described = f"raised {type(error).__name__}{where}: {error}".rstrip(":. ")
+    line = _line_that_raised(error)
+    return f"{described} ({line})." if line else f"{described}."
+
+
+def _line_that_raised(error: Exception) -> str:
+    """Return the file and line of the innermost frame outside dispatchkit, or an empty string."""
+    line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if _PACKAGE not in file.parents:
+            line = f"{file.name}:{number}"
+    return line
 
 
 @attrs.frozen

@@ -11,7 +11,13 @@ from dispatchkit.dispatch.axes import declares_axes, without_axes
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, policy_name
-from dispatchkit.errors import ConfigError, DescriptorError, PolicyError, format_value
+from dispatchkit.errors import (
+    ConfigError,
+    DescriptorError,
+    PolicyError,
+    describe_exception,
+    format_value,
+)
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.config import DispatchConfig
@@ -100,13 +106,9 @@ def trial_keys(
         raise PolicyError(name, "declare", problem, origin=origin) from error
     for key in keys:
         if not isinstance(key, GraphKey):
-            raise PolicyError(
-                name,
-                "declare",
-                f"returned {key!r}; return only GraphKeys.",
-                origin=origin,
-                value=key,
-            )
+            given = f"a collection with {key!r}" if isinstance(answer, Iterable) else repr(answer)
+            problem = f"returned {given}; return a list of GraphKeys, which may be empty."
+            raise PolicyError(name, "declare", problem, origin=origin, value=key)
         if key.num_tokens > config.max_num_tokens:
             problem = (
                 f"returned {key}, but max_num_tokens is {config.max_num_tokens}; omit larger keys."
@@ -130,7 +132,7 @@ def trial_keys(
         try:
             decision = policy.decide(batch, view)
         except Exception as error:
-            problem = describe_exception(error, batch)
+            problem = describe_exception(error, f" on a batch ({batch})")
             raise PolicyError(name, "decide", problem, origin=origin) from error
         fault = None if decision is None else broken_constraint(decision, batch, view)
         if fault is not None:
@@ -145,12 +147,6 @@ def _check_axes(keys: list[GraphKey], config: DispatchConfig, name: str, origin:
         except DescriptorError as error:
             problem = f"returned {key}: {error}"
             raise PolicyError(name, "declare", problem, origin=origin, value=key) from error
-
-
-def describe_exception(error: Exception, batch: Batch | None = None) -> str:
-    """Describe an exception of a policy's method, as a sentence."""
-    where = "" if batch is None else f" on {batch}"
-    return f"raised {type(error).__name__}{where}: {error}".rstrip(":. ") + "."
 
 
 def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:

@@ -64,7 +64,7 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
             "if GraphView.may_split is true; RunnerOptions(rows_independent=True) enables splits."
         )
     if not may_be_split(batch):
-        return f"split {batch}; only mixed batches may be split, not decode batches."
+        return f"split a batch ({batch}); only mixed batches may be split, not decode batches."
     if len(parts) < 2:
         return (
             f"split a batch into {shown}; a split needs at least two "
@@ -104,7 +104,8 @@ def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None
         return f"chose {key} for {size}; a graph must be at least as large as its batch."
     if not key.covers(batch):
         return (
-            f"chose {key}, which cannot serve {batch}. GraphView.covering() yields suitable keys."
+            f"chose {key}, which cannot serve this batch ({batch}). GraphView.covering() yields "
+            "suitable keys."
         )
     why = graphs.why_not(key)
     if why is not None:

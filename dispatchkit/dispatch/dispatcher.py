@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch.acceptance import Proposal, describe_exception
+from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.dispatch.axes import (
     PlainView,
     answer_with_axes,
@@ -51,7 +51,14 @@ from dispatchkit.dispatch.epochs import Epoch, Epochs
 from dispatchkit.dispatch.faults import PolicyFaults
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, Readiness, pace_fault
 from dispatchkit.dispatch.table import EMPTY, MAX_COLD_CELLS, Row, Table
-from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, PolicyError, counted
+from dispatchkit.errors import (
+    ConfigError,
+    DescriptorError,
+    NoGraphError,
+    PolicyError,
+    counted,
+    describe_exception,
+)
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
@@ -675,7 +682,9 @@ class Dispatcher:
             else:
                 answer = proposal.parts.policy.decide(batch, self.graphs)
         except Exception as error:
-            raise self._fault("decide", describe_exception(error, batch)) from error
+            raise self._fault(
+                "decide", describe_exception(error, f" on a batch ({batch})")
+            ) from error
         if answer is None:
             return Decision.eager(Reason.NO_ANSWER)
         problem = broken_constraint(answer, batch, self.graphs)

@@ -98,18 +98,7 @@ class Explanation:
     @property
     def facts(self) -> list[str]:
         """The size and kind of the batch, in words."""
-        batch = self.batch
-        facts = [counted(batch.num_tokens, "token")]
-        if batch.num_reqs is not None:
-            facts.append(counted(batch.num_reqs, "request"))
-        facts.append(
-            f"uniform decode ({counted(batch.query_len, 'token')} per request)"
-            if batch.uniform
-            else "mixed"
-        )
-        if batch.num_active_loras:
-            facts.append(counted(batch.num_active_loras, "adapter"))
-        return facts + self.axes_in_words
+        return self.batch.facts + self.axes_in_words
 
     @property
     def axes_in_words(self) -> list[str]:
@@ -138,7 +127,11 @@ class Explanation:
                 "constraint: no declared graph is large enough for the batch; the largest has "
                 f"{counted(self.largest, 'token')}"
             )
-        return f"policy {self.policy}" + ("" if reason == Reason.HIT else f", reason {reason!r}")
+        if self.decision.key is None:
+            return f"policy: chose eager, reason {reason!r}"
+        parts = len(self.decision.parts)
+        chosen = f"policy: chose {f'these {parts} graphs' if parts else 'this graph'}"
+        return chosen + ("" if reason == Reason.HIT else f", reason {reason!r}")
 
     @property
     def nearest(self) -> str:
@@ -207,7 +200,7 @@ class Explanation:
         lines = [
             f"{', '.join(self.facts)}; allowed: {names}",
             f"-> {self.outcome}{', for one step only' if self.decision.one_shot else ''}",
-            f"   decided by policy {self.policy}; padding {padding}",
+            f"   policy {self.policy}; padding {padding}",
             f"   because: {self.because}",
         ]
         if self.nearest:
@@ -216,7 +209,7 @@ class Explanation:
             lines.append(f"   cost: {self.cost}")
         if self.note:
             lines.append(f"   note: {self.note}")
-        if self.times is not None:
+        if self.times or (self.times is not None and self.decision.timed):
             measured = (
                 "; ".join(map(str, self.times)) or "no step with this decision has been timed yet"
             )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import attrs
 
 from dispatchkit.dispatch.policy import policy_name
-from dispatchkit.errors import ConfigError, PolicyError, counted, format_value
+from dispatchkit.errors import ConfigError, PolicyError, counted, describe_exception, format_value
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.checks import (
     check_count,
@@ -168,7 +168,7 @@ def lanes_by_key(
         try:
             lanes: Collection[int] = tuple(policy.lanes_for_key(key, num_lanes))
         except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}".rstrip(":. ") + "."
+            problem = describe_exception(error)
             raise PolicyError(name, "lanes_for_key", problem, origin=origin) from error
         faults = [fault for one in lanes if (fault := lane_fault(one, num_lanes))]
         if faults or not lanes:
@@ -244,7 +244,7 @@ def lane_priorities(
     try:
         answer = tuple(policy.stream_priorities(num_lanes))
     except Exception as error:
-        problem = f"raised {type(error).__name__}: {error}".rstrip(":. ") + "."
+        problem = describe_exception(error)
         raise PolicyError(name, "stream_priorities", problem, origin=origin) from error
     found = tuple(number for one in answer if (number := whole_number(one)) is not None)
     if len(answer) != num_lanes or len(found) != num_lanes or min(found, default=0) < 0:

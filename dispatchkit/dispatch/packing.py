@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from dispatchkit.errors import PolicyError, counted, format_value
+from dispatchkit.errors import PolicyError, counted, describe_exception, format_value
 
 
 @attrs.frozen
@@ -63,7 +63,7 @@ def pack_items(
         answer: Any = packer(lengths, limits)
         bins = [tuple(one) for one in answer]
     except Exception as error:
-        problem = f"raised {type(error).__name__}: {error}".rstrip(":. ") + "."
+        problem = describe_exception(error)
         raise PolicyError(name, "pack", problem) from error
     problem = _problem(bins, lengths, limits)
     if problem:

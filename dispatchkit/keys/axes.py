@@ -125,8 +125,8 @@ class Variants:
             message = (
                 f"Give one value for each axis ({names}); got values for {given}."
                 if names
-                else f"Values are given for {given}, but no axis is configured. Declare the axes "
-                "with DispatchConfig(axes=[...])."
+                else f"Neither an argument nor an axis: {given}. No axis is configured; "
+                "DispatchConfig(axes=[...]) declares axes."
             )
             allowed = f"a value for each of: {names}" if names else "omitted without axes"
             raise DescriptorError("axes", sorted(values), allowed, message=message)

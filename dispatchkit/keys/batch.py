@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.errors import DescriptorError
+from dispatchkit.errors import DescriptorError, counted
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
@@ -242,3 +242,24 @@ class Batch:
     def allows(self, mode: RuntimeMode) -> bool:
         """Return whether a runtime mode is allowed for this batch."""
         return mode in ALLOWED_MODES[self.allowed]
+
+    @property
+    def facts(self) -> list[str]:
+        """The size and kind of the batch, in words; without axes, whose names it does not have."""
+        facts = [counted(self.num_tokens, "token")]
+        if self.num_reqs is not None:
+            facts.append(counted(self.num_reqs, "request"))
+        facts.append(
+            f"uniform decode ({counted(self.query_len, 'token')} per request)"
+            if self.uniform
+            else "mixed"
+        )
+        if self.num_active_loras:
+            facts.append(counted(self.num_active_loras, "adapter"))
+        return facts
+
+    def __str__(self) -> str:
+        buckets = ["outside all buckets" if each is None else str(each) for each in self.axes]
+        axes = [f"axes ({', '.join(buckets)})"] if buckets else []
+        modes = ", ".join(mode.name for mode in sorted(self.allowed_modes))
+        return f"{', '.join(self.facts + axes)}; allowed: {modes}"

@@ -20,6 +20,7 @@ from dispatchkit.errors import (
     PolicyError,
     UnknownNameError,
     counted,
+    describe_exception,
     format_value,
     nearest_names,
 )
@@ -103,7 +104,7 @@ class Catalog:
             error.add_note(f"Raised by the factory of {what}.")
             raise
         except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}"
+            problem = describe_exception(error)
             if kind == "backend" and isinstance(error, ImportError):
                 hint = "Install its dependencies."
                 if (error.name or "").partition(".")[0] == "torch":
@@ -114,11 +115,12 @@ class Catalog:
                 ) from error
             raise _factory_error(kind, registered, problem, None) from error
         needs = _REQUIRED_METHODS.get(kind, ())
-        has_all = all(callable(getattr(made, method, None)) for method in needs)
-        if made is None or inspect.isclass(made) or not has_all:
+        missing = [method for method in needs if not callable(getattr(made, method, None))]
+        if made is None or inspect.isclass(made) or missing:
             methods = f" with the methods {', '.join(needs)}" if needs else ""
+            lack = f", which lacks {', '.join(missing)}" if missing else ""
             problem = (
-                f"returned {format_value(made)} ({type(made).__name__}); "
+                f"returned {format_value(made)} ({type(made).__name__}){lack}; "
                 f"it must return an instance{methods}."
             )
             raise _factory_error(kind, registered, problem, made)

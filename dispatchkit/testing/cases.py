@@ -15,8 +15,7 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from dispatchkit.dispatch import Decision, GraphView, Policy, Reason, policy_traits
-from dispatchkit.dispatch.acceptance import describe_exception
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, describe_exception
 from dispatchkit.keys import Batch, DispatchConfig, GraphKey, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing import strategies
@@ -205,19 +204,9 @@ class CaseRunner:
         self, config: DispatchConfig, rng: random.Random, *, all_captured: bool
     ) -> Case | None:
         policy = self.make_policy()
-        try:
-            answer: Any = policy.declare(config)
-            is_iterable = isinstance(answer, Iterable)
-            keys: list[Any] = list(answer) if is_iterable else []
-        except ConfigError:
-            return None  # a policy may reject configurations
-        except Exception as error:
-            problem = f"declare {describe_exception(error)}"
-            raise AssertionError(f"{problem}\n  config: {config!r}") from error
-        odd = [key for key in keys if not isinstance(key, GraphKey)]
-        if odd or not is_iterable:
-            given = f"the key {odd[0]!r}" if odd else repr(answer)
-            raise AssertionError(f"declare returned {given}, but must return only GraphKeys")
+        keys = declared_keys(policy, config)
+        if keys is None:
+            return None
         registry = GraphRegistry()
         registry.declare(keys)
         modes = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
@@ -267,3 +256,25 @@ def _draw(runner: CaseRunner, count: int) -> list[tuple[DispatchConfig, int]]:
         draw()
         known[runner.seed, count] = drawn
     return known[runner.seed, count]
+
+
+def declared_keys(policy: Policy, config: DispatchConfig) -> list[GraphKey] | None:
+    """Return the keys that a policy declares, or None if it rejects the configuration.
+
+    Raises:
+        AssertionError: ``declare`` raised another exception, or returned something else.
+    """
+    try:
+        answer: Any = policy.declare(config)
+        is_iterable = isinstance(answer, Iterable)
+        keys: list[Any] = list(answer) if is_iterable else []
+    except ConfigError:
+        return None  # a policy may reject configurations
+    except Exception as error:
+        problem = f"declare {describe_exception(error)}"
+        raise AssertionError(f"{problem}\n  config: {config!r}") from error
+    odd = [key for key in keys if not isinstance(key, GraphKey)]
+    if odd or not is_iterable:
+        given = f"the key {odd[0]!r}" if odd else repr(answer)
+        raise AssertionError(f"declare returned {given}, but must return only GraphKeys")
+    return keys

@@ -92,15 +92,21 @@ class Verdict:
     def __str__(self) -> str:
         outcome = "satisfies the contract" if self.passed else "violates the contract"
         lines = [f"{self.kind.capitalize()} {self.policy!r} {outcome} (seed {self.seed})."]
+        first_with: dict[str, str] = {}  # message -> name of the first property that failed with it
         for each in self.findings:
             if each.trait and each.holds is None and each.trait not in self.claimed:
                 continue  # reported below
             state = {True: _HOLDS, False: _FAILS, None: _SKIPPED}[each.holds]
             note = f": {each.message}" if each.holds is None else ""
             lines.append(f"  {state:<10}  {each.name}{note}")
-            if each.holds is False:
-                lines += [f"              {line}" for line in each.message.splitlines()]
-                lines += [f"              why: {each.why}"]
+            if each.holds is not False:
+                continue
+            first = first_with.setdefault(each.message, each.name)
+            if first != each.name:
+                lines.append(f"              the same failure as for {first!r}")
+                continue
+            lines += [f"              {line}" for line in each.message.splitlines()]
+            lines.append(f"              why: {each.why}")
         lines.append(f"  claimed: {', '.join(self.claimed) or 'no traits'}")
         if self.not_claimed:
             lines.append(f"  not claimed, not tested: {', '.join(self.not_claimed)}")
@@ -210,8 +216,8 @@ def _factory(policy: Any, asked: str) -> Callable[[], Any]:
     hints = [f" For {kind}, use {test}." for method, kind, test in _KINDS if hasattr(first, method)]
     source = "" if first is policy else " from the factory"
     raise TypeError(
-        f"policy must be {wanted} (an object with the method {asked}()) or a factory that returns "
-        f"one, got {first!r}{source}.{''.join(hints)}"
+        f"{wanted.capitalize()} is an object with the method {asked}(), or a factory that returns "
+        f"one; got {first!r}{source}, which has no {asked}().{''.join(hints)}"
     )
 
 

@@ -9,6 +9,7 @@ optional property, which is tested if the policy lists it in ``traits`` and skip
 
 from __future__ import annotations
 
+import random
 import unittest
 from collections.abc import Callable, Iterable, Iterator
 
@@ -25,13 +26,18 @@ from dispatchkit.dispatch import (
     Reason,
     policy_traits,
 )
-from dispatchkit.dispatch.acceptance import describe_exception
 from dispatchkit.dispatch.constraints import broken_constraint
-from dispatchkit.errors import ConfigError, NoGraphError, counted
+from dispatchkit.errors import NoGraphError, counted, describe_exception
 from dispatchkit.keys import ALLOWED_MODES, Batch, CUDAGraphMode, GraphKey, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing import strategies
-from dispatchkit.testing.cases import Case, CaseRunner, for_all_cases, show_different
+from dispatchkit.testing.cases import (
+    Case,
+    CaseRunner,
+    declared_keys,
+    for_all_cases,
+    show_different,
+)
 from dispatchkit.testing.samples import (
     graph_view,
     make_batch,
@@ -305,9 +311,8 @@ class PolicyTests(CaseRunner):
         accepted = 0
         for config in usual_configs():
             policy = self.make_policy()
-            try:
-                keys = list(policy.declare(config))
-            except ConfigError:
+            keys = declared_keys(policy, config)
+            if keys is None:
                 continue
             accepted += 1
             registry = GraphRegistry()
@@ -315,10 +320,12 @@ class PolicyTests(CaseRunner):
             for key in keys:
                 registry.captured(key, object())
             view = graph_view(registry, config)
+            rng = random.Random(self.seed)
+            case = Case(policy, config, keys, registry, view, self.make_policy, rng)
             for num_tokens in config.sizes:
                 for uniform in range(config.num_query_classes):
-                    answer = policy.decide(make_batch(config, num_tokens, uniform=uniform), view)
-                    if answer is not None and answer.key is not None:
+                    batch = make_batch(config, num_tokens, uniform=uniform)
+                    if case.decide(batch).key is not None:
                         return
         problem = (
             "decide chose no graph for any batch at a capture size in the configurations of "
@@ -638,9 +645,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(trait="order")
     def test_trait_order(self, case: Case) -> None:
-        """FULL is preferred to PIECEWISE, and PIECEWISE to eager.
+        """Allowing more modes for a batch never lowers the mode in which it runs.
 
-        Allowing more modes for a batch never lowers the mode in which it runs.
+        A graph that would serve the batch alone is not passed over for a graph of a lower mode, or
+        for eager. The order of modes is FULL, PIECEWISE, eager.
         """
         for batch in case.batches():
             chosen = case.decide(batch).mode

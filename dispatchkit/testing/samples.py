@@ -104,7 +104,7 @@ def sample_answers(policy: Policy) -> list[str]:
                         batch = make_batch(
                             config, num_tokens, uniform=uniform, loras=loras, allowed=allowed
                         )
-                        answers.append(f"{batch}: {policy.decide(batch, view)}")
+                        answers.append(f"{batch!r}: {policy.decide(batch, view)}")
     return answers
 
 

@@ -137,7 +137,7 @@ def test_what_stands_behind_a_decision_and_what_it_costs_are_told(run: Any) -> N
     assert answer["cost"]["step_us"] == answer["cost"]["eager_us"] > 0
     assert answer["cost"]["measured"] is False
     answer = explain(run, "3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,64")
-    assert answer["because"].startswith("policy vllm")
+    assert answer["because"].startswith("policy: chose this graph")
     assert answer["nearest"] is None
     assert 0 < answer["cost"]["lost_us"] < answer["cost"]["step_us"] < answer["cost"]["eager_us"]
     answer = explain(run, "3", "--mode", "none")

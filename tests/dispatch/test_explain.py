@@ -42,9 +42,9 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
     assert str(more) == "3.0 µs, median of 2 steps, on an idle stream (host time)"
     lines = str(attrs.evolve(EAGER, times=(one, more))).splitlines()
     assert f"   measured here: {one}; {more}" in lines
-    assert "measured here: no step with this decision has been timed yet" in str(
-        attrs.evolve(EAGER, times=())
-    )
+    timed = attrs.evolve(EAGER, times=(), decision=attrs.evolve(EAGER.decision, timed=True))
+    assert "measured here: no step with this decision has been timed yet" in str(timed)
+    assert "measured here" not in str(attrs.evolve(EAGER, times=()))
     assert "measured here" not in str(EAGER)
 
 
@@ -116,9 +116,9 @@ def test_one_of_a_kind_is_not_written_as_several():
 def test_what_is_behind_a_decision_is_a_fault_a_state_or_the_policy():
     assert attrs.evolve(EAGER, fault="it raised").because == "policy: it raised"
     assert EAGER.because == "configuration: no graph is declared for this kind of batch"
-    assert attrs.evolve(EAGER, decision=Decision.replay(KEY)).because == "policy mine"
+    assert attrs.evolve(EAGER, decision=Decision.replay(KEY)).because == "policy: chose this graph"
     own = attrs.evolve(EAGER, decision=Decision.eager("padding_limit"))
-    assert own.because == "policy mine, reason 'padding_limit'"
+    assert own.because == "policy: chose eager, reason 'padding_limit'"
 
 
 class Largest:

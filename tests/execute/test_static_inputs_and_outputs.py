@@ -355,6 +355,7 @@ GOOD = {"x": torch.ones(3, 2), "bias": torch.ones(2)}
         ({"bias": torch.ones(3)}, "'bias'"),
         ({"x": torch.ones(3, 2, requires_grad=True)}, "gradient"),
         ({"extra": torch.ones(3)}, "Unknown input 'extra'"),
+        ({"celing": 0}, "Unknown input 'celing'. .*Did you mean 'ceiling'?"),
     ],
 )
 def test_input_that_does_not_fit_is_refused_before_anything_is_touched(linear, changed, match):

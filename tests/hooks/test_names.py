@@ -372,6 +372,9 @@ def test_a_factory_that_fails_is_named_with_its_origin() -> None:
             PolicyError, match=rf"'{name}' .*instance with the methods declare, dec"
         ):
             plugins.create_policy(name)
+    plugins.register_policy("half", type("Half", (), {"declare": list}))
+    with pytest.raises(PolicyError, match=r"\(Half\), which lacks decide; it must return"):
+        plugins.create_policy("half")
 
 
 def test_an_option_may_be_called_name() -> None:

@@ -235,6 +235,15 @@ def test_batch_allows_what_its_code_says(code):
     assert allowed_modes_code(batch.allowed_modes) == code
 
 
+def test_a_batch_is_written_in_words():
+    assert str(Batch(1, allowed=0)) == "1 token, mixed; allowed: NONE"
+    decode = Batch(8, 4, uniform=True, query_len=2, num_active_loras=1, axes=(16, None))
+    assert str(decode) == (
+        "8 tokens, 4 requests, uniform decode (2 tokens per request), 1 adapter, "
+        "axes (16, outside all buckets); allowed: NONE, PIECEWISE, FULL"
+    )
+
+
 def test_ceiling_is_the_runtime_mode_itself():
     """Cascade attention passes "at most PIECEWISE" without a table of codes."""
     assert Batch(8, allowed=int(PIECEWISE)).allowed_modes == {RuntimeMode.NONE, PIECEWISE}

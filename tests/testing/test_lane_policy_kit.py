@@ -88,6 +88,7 @@ def test_verdicts_on_the_other_kind_are_refused_with_the_call_that_is_right():
     with pytest.raises(TypeError, match="For a lane policy, use run_lane_policy_conformance"):
         run_policy_conformance(InTurn)
     with pytest.raises(
-        TypeError, match=r"must be a lane policy .*choose.* or a factory that returns one, got 7"
+        TypeError,
+        match=r"A lane policy .*choose.* or a factory that returns one; got 7, which",
     ):
         run_lane_policy_conformance(7)

@@ -182,10 +182,10 @@ def test_instance_is_left_as_it_was():
 
 def test_what_is_no_policy_is_refused():
     with pytest.raises(
-        TypeError, match=r"must be a policy .* or a factory that returns one, got 7\."
+        TypeError, match=r"A policy is .* or a factory that returns one; got 7, which has no decide"
     ):
         run_policy_conformance(7)
-    with pytest.raises(TypeError, match=r"method decide\(\)\) .* got None from the factory\."):
+    with pytest.raises(TypeError, match=r"method decide\(\), .* got None from the factory, which"):
         run_policy_conformance(lambda: None)
 
 
@@ -338,3 +338,25 @@ def test_unknown_name_of_the_kit_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="no attribute 'PolicyTest'"):
         _ = kit.PolicyTest
+
+
+def test_a_failure_is_printed_once_with_the_line_that_raised():
+    class Raises(SmallestPolicy):
+        traits = ()
+
+        def decide(self, batch, graphs):
+            raise ValueError("planted")
+
+    text = str(run_policy_conformance(Raises, max_examples=2))
+    assert re.search(r"decide raised ValueError: planted \(test_policy_kit\.py:\d+\)\.", text)
+    assert "the same failure as for 'every batch gets an answer'" in text
+    assert len(re.findall("decide raised ValueError: planted", text)) < text.count("FAILS")
+
+
+def test_a_plain_batch_with_a_wrong_answer_is_reported_like_others():
+    class Wrong(SmallestPolicy):
+        def decide(self, batch, graphs):
+            return "FULL"
+
+    found = find(Wrong, "a plain batch gets a graph")
+    assert found.message.startswith("decide returned 'FULL', but must return a Decision or None")

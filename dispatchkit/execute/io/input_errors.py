@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from dispatchkit.errors import InputError, counted, format_value
+from dispatchkit.errors import InputError, counted, did_you_mean, format_value
 from dispatchkit.execute.io.host_arrays import array_dtype, carrier_of, numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+# Arguments of a call besides its inputs.
+_CALL_OPTIONS = ("num_reqs", "uniform", "loras", "ceiling")
 
 
 def bind_or_raise(
@@ -32,7 +35,8 @@ def bind_or_raise(
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
-            raise InputError(name, f"Unknown input {name!r}. Pass only: {listing}.")
+            hint = did_you_mean(name, (*names, *_CALL_OPTIONS))
+            raise InputError(name, f"Unknown input {name!r}. Pass only: {listing}.{hint}")
         if name in given:
             raise InputError(
                 name,

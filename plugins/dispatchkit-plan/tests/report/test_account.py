@@ -82,7 +82,7 @@ def test_a_policy_that_learns_is_told_times_and_its_change_is_seen() -> None:
     assert made.modes() == {"NONE": 2, "PIECEWISE": 0, "FULL": 1}
     assert made.misses() == {"learnt": 2}
     (eager,) = [one for one in made.decisions if one.bucket is None]
-    assert made.explain(eager).because == "policy learner, reason 'learnt'"
+    assert made.explain(eager).because == "policy: chose eager, reason 'learnt'"
     assert made.explain(eager).nearest.endswith("ready, not preferred")
 
 
