@@ -214,7 +214,7 @@ def test_a_candidate_that_is_refused_says_so(runner):
         def decide(self, batch, graphs):
             return None
 
-    with pytest.raises(PolicyError, match="only GraphKeys"):
+    with pytest.raises(PolicyError, match="list of GraphKeys"):
         forecast_swap(runner, recorded(runner), cost_model=TRUE, policy=Wrong())
 
 
