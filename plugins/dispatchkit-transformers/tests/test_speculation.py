@@ -560,7 +560,7 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
         (lambda: SpeculativeDecoder(3, PromptLookup(decoder)), "decoder must be a GraphDecoder"),
         (
             lambda: SpeculativeDecoder(decoder, 3),
-            r"an integer, got 3. Pass PromptLookup\(decoder\)",
+            r"a Drafter with an integer num_draft_tokens, got 3. Pass PromptLookup\(decoder\)",
         ),
         (lambda: PromptLookup(3), "decoder must be a GraphDecoder, got 3"),
         (lambda: DraftModel(decoder, model), r"small must be a GraphDecoder, got <Llama.* Create"),
