@@ -20,7 +20,6 @@ from dispatchkit.keys.checks import (
     check_flag,
     check_instance,
     naming_unknown,
-    refuses_unknown_names,
 )
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.reading import read_flag, read_options, read_word
@@ -98,10 +97,28 @@ def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
     return lambda value, name: check_instance(value, kind, name)
 
 
+def _names_the_place(kind: type[_T]) -> type[_T]:
+    """Decorate a record so that errors for misplaced settings show where to set them."""
+    made: Any = kind
+    made.__init__ = naming_unknown(made.__init__, kind.__name__, _place_of)
+    return kind
+
+
+def _place_of(name: str) -> str:
+    if name in _OF_RUNNER:
+        return f"{name} is an argument of GraphRunner."
+    group = _GROUP_OF.get(name)
+    if group is None:
+        return ""
+    if not group:
+        return f"Write: RunnerOptions({name}=...)"
+    return f"Write: RunnerOptions({group}={GROUPS[group].__name__}({name}=...))"
+
+
 # -- the records --------------------------------------------------------------------------
 
 
-@refuses_unknown_names
+@_names_the_place
 @attrs.frozen(kw_only=True, repr=False)
 class CaptureOptions:
     """Settings for captures.
@@ -129,7 +146,7 @@ class CaptureOptions:
     __repr__ = settings_repr
 
 
-@refuses_unknown_names
+@_names_the_place
 @attrs.frozen(kw_only=True, repr=False)
 class MemoryOptions:
     """Limits on the graphs of each lane.
@@ -159,7 +176,7 @@ class MemoryOptions:
     __repr__ = settings_repr
 
 
-@refuses_unknown_names
+@_names_the_place
 @attrs.frozen(kw_only=True, repr=False)
 class BufferOptions:
     """Settings for static input and output buffers.
@@ -184,7 +201,7 @@ class BufferOptions:
     __repr__ = settings_repr
 
 
-@refuses_unknown_names
+@_names_the_place
 @attrs.frozen(kw_only=True, repr=False)
 class LaneOptions:
     """Settings for distributing submitted steps over lanes.
@@ -205,7 +222,7 @@ class LaneOptions:
     __repr__ = settings_repr
 
 
-@refuses_unknown_names
+@_names_the_place
 @attrs.frozen(kw_only=True, repr=False)
 class RunnerOptions:
     """Settings of a ``GraphRunner`` other than its own arguments.
@@ -288,6 +305,10 @@ def names_of(record: type[Any]) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
+# Settings that are arguments of GraphRunner, and of no record or of ``DispatchConfig`` as well.
+_OF_RUNNER = frozenset(
+    {"axes", "backend", "lazy", "max_num_tokens", "mode", "outputs", "policy", "sizes"}
+)
 #: The group of each setting; "" for settings of RunnerOptions itself.
 _GROUP_OF: Final[Mapping[str, str]] = {
     **{name: group for group, kind in GROUPS.items() for name in names_of(kind)},

@@ -150,6 +150,8 @@ class Explanation:
         reasons = (Reason.EMPTY_BATCH, Reason.MODE_NONE, Reason.ABOVE_LARGEST, Reason.NO_KEY)
         if self.candidates or self.decision.reason in reasons:
             return ""
+        if not self.largest:
+            return "no graph is declared"
         if self.batch.num_tokens <= self.largest:
             return "no graph is declared for this kind of batch"
         return "no declared graph is large enough for the batch"

@@ -30,13 +30,16 @@ def format_runner(executors: Sequence[Executor]) -> str:
     pieces = "FULL and PIECEWISE" if can_split else "FULL only: the step is not split"
     policy = first.dispatcher.policy_name
     modes = ", ".join(f"{count} {mode}" for mode, count in stats.steps_by_mode.items())
+    padding = f"padding {stats.padding:.1%} of the real tokens in replays"
     lines = [
         f"GraphRunner: policy {policy}, mode {mode}{resolved}",
         f"backend {first.work.backend.name}; can run {pieces}",
-        f"{counted(stats.steps, 'step')}: {modes}; padding {stats.padding:.1%}; {num_bytes} bytes",
+        f"{counted(stats.steps, 'step')}: {modes}; {padding}; {num_bytes} bytes",
     ]
     if len(executors) > 1:
         lines.append(counted(len(executors), "lane"))
+    if first.lane.group.is_asleep:
+        lines.append("its GraphMemory is asleep: call memory.wake() before the next step")
     lines += [f"mode {reason}" for reason in first.mode_reasons]
     rows = []
     for key in sorted(first.registry, key=lambda one: (-int(one.mode), one.num_tokens)):

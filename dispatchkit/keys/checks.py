@@ -198,12 +198,15 @@ def refuses_unknown_names(kind: type[_T]) -> type[_T]:
     return kind
 
 
-def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
+def naming_unknown(
+    function: Callable[_P, _T], owner: str, place_of: Callable[[str], str] | None = None
+) -> Callable[_P, _T]:
     """Wrap a function to raise errors that name missing and unknown arguments.
 
     Args:
         function: Function to wrap.
         owner: Name of the class that has the arguments as settings, for the message.
+        place_of: Returns the hint for a setting that belongs elsewhere; empty for unknown names.
 
     Raises:
         UnknownNameError: The wrapper got an unknown keyword argument. The message lists the closest
@@ -222,7 +225,8 @@ def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
             known = {name for name in parameters if name != "self" and name[0] != "_"}
             for name in kwargs:
                 if name not in known:
-                    raise UnknownNameError("setting", name, known, owner=owner) from None
+                    hint = place_of(name) if place_of else ""
+                    raise UnknownNameError("setting", name, known, hint, owner=owner) from None
             try:
                 bound = signature.bind_partial(*args, **kwargs).arguments
             except TypeError:  # too many positional arguments, or an argument given twice

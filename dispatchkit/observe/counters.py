@@ -199,10 +199,9 @@ class RunnerStats:
 
     @property
     def padding(self) -> float:
-        """Padding as a fraction of the computed tokens, 0 to 1."""
-        if not self.padded_tokens:
-            return 0.0
-        return 1.0 - self.real_tokens / self.padded_tokens
+        """Padding as a fraction of the real tokens of replayed steps, as in plans and reports."""
+        replayed = sum(self.hit_tokens.values())
+        return (self.padded_tokens - self.real_tokens) / replayed if replayed else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counters and the padding as plain data."""

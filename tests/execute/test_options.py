@@ -303,3 +303,21 @@ def test_state_is_declared_once_and_not_printed():
         StepState(scratch=torch.zeros(3))
     with pytest.raises(ConfigError, match=r"tensors\[0\] must be a tensor, got 3"):
         StepState([3])
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "place"),
+    [
+        (RunnerOptions, "lazy", "lazy is an argument of GraphRunner"),
+        (RunnerOptions, "max_graphs", r"RunnerOptions\(memory=MemoryOptions\(max_graphs="),
+        (MemoryOptions, "warmups", r"RunnerOptions\(capture=CaptureOptions\(warmups="),
+        (CaptureOptions, "strict", r"Write: RunnerOptions\(strict="),
+    ],
+)
+def test_a_setting_in_the_wrong_record_is_reported_with_its_place(record, name, place):
+    with pytest.raises(UnknownNameError, match=f"has no setting '{name}'.*{place}"):
+        record(**{name: 2})
+
+
+def test_the_arguments_that_a_hint_names_exist():
+    assert set(inspect.signature(GraphRunner).parameters) >= dispatchkit.options._OF_RUNNER

@@ -135,7 +135,7 @@ def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
 
 def test_each_downgrade_says_the_next_step(make_runner, model, backend, monkeypatch):
     """Warnings and a strict runner's errors must name the next step for newcomers."""
-    assert set(NEXT_STEPS) == set(DOWNGRADES)
+    assert set(NEXT_STEPS) == DOWNGRADES | {Reason.DISABLED, Reason.CAPTURE_PENDING}
     with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
         make_runner(model, TWO)(**batch(3))
     monkeypatch.setattr(backend, "capture_segments", None)
@@ -263,13 +263,25 @@ def test_explain_changes_nothing(make_runner, model):
     assert runner.stats() == before
 
 
+def test_the_error_of_a_failed_capture_is_a_sentence_of_its_own():
+    def step(x):
+        if torch.equal(x, torch.zeros_like(x)):  # only in warmups, on dummy rows
+            raise RuntimeError("boom")
+        return x
+
+    runner = GraphRunner(step, {"x": StaticInput((None,), "float32")}, sizes=(4,), backend="tape")
+    runner.capture()
+    with pytest.warns(EagerStepWarning, match=r"boom\. Warned once"):
+        runner(torch.ones(3))
+
+
 def test_stats_are_plain_data(make_runner, model):
     runner = make_runner(model, TWO)
     runner.capture()
     runner(**batch(3))
     found = runner.stats().to_dict()
     assert found["hits"] == {"FULL tokens=4": 1}
-    assert found["padding"] == 0.25
+    assert found["padding"] == pytest.approx(1 / 3)  # of the real tokens
     assert found["captures"] == 4
 
 

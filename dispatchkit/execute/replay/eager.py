@@ -180,6 +180,7 @@ class EagerRunner:
         nearest = tuple(str(key) for key in near[:3])
         what = counted(num_tokens, "token") + (f" (key {missed})" if missed else "")
         then = self._next_step(reason, missed)
+        then = then if then.endswith((".", "!", "?")) else f"{then}."  # an error of the step
         have = f"Nearest captured keys: {', '.join(nearest) or 'none'}. {then}"
         if self.strict:
             is_frozen = self._lifecycle.is_frozen

@@ -59,7 +59,7 @@ _RECAPTURE = (
     "Undo the change, or call runner.invalidate() and runner.capture() to capture new graphs."
 )
 _CAPTURE_AGAIN = "Call runner.capture(); a lazy runner captures the graph again by itself."
-#: Next step for each downgrade; docs/how-to/operate.md has details.
+#: Next step for each reason that a user can act on; docs/how-to/operate.md has details.
 NEXT_STEPS: Mapping[str, str] = {
     Reason.ABOVE_LARGEST: "Add a capture size at least as large as the batch.",
     Reason.NO_KEY: (
@@ -73,6 +73,14 @@ NEXT_STEPS: Mapping[str, str] = {
         "Call runner.capture() to capture the graph again, within max_graphs and max_bytes."
     ),
     Reason.STALE: "Call runner.capture() to capture the graph again.",
+    Reason.DISABLED: (
+        "Call runner.controls.set_enabled(True, key=key), or set_enabled(True, mode=mode) if the "
+        "mode was disabled."
+    ),
+    Reason.CAPTURE_PENDING: (
+        "The graph is captured after capture_after calls, or by the background capture in "
+        "progress. Wait, or lower CaptureOptions(capture_after=...)."
+    ),
     Reason.TOO_MANY_REQS: "Increase max_num_seqs to at least the number of requests in the batch.",
     Reason.OUTSIDE_AXIS: "Add a bucket for the batch's value to the axis.",
     Reason.PIECEWISE_UNSUPPORTED: (

@@ -91,6 +91,15 @@ def test_a_validated_hedge_saves_what_the_optimum_loses():
     assert hedged.waste_pct < exact.waste_pct
 
 
+def test_a_largest_size_far_above_all_steps_is_reported():
+    unused = "No step has more than 40 tokens, but 512 is always captured. With max_size=40"
+    trace = trace_of([5, 40] * 600)
+    assert any(unused in text for text in plan_sizes(trace, graphs=3).warnings)
+    assert not any(
+        "always captured" in text for text in plan_sizes(trace, graphs=3, max_size=64).warnings
+    )
+
+
 def test_warnings_say_when_not_to_rely_on_a_plan():
     short = plan_sizes(trace_of([5] * 50), graphs=2, max_size=8)
     assert any(

@@ -14,9 +14,11 @@ np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402 - torch
+    BufferOptions,
     Decision,
     Dispatcher,
     GraphRunner,
+    RunnerOptions,
     RuntimeMode,
     StaticInput,
     load_plugins,
@@ -184,10 +186,27 @@ def test_steps_above_the_candidates_limit_are_counted_and_left_out(runner):
     config = attrs.evolve(runner.config, sizes=(4,), max_num_tokens=4)
     forecast = forecast_swap(runner, recorded(runner), cost_model=TRUE, config=config)
     assert (forecast.refused_steps, forecast.num_steps) == (1, 3)
-    assert any("1 step above 4 tokens" in note for note in forecast.notes)
+    assert any("1 step above max_num_tokens (4)" in note for note in forecast.notes)
     assert "vllm with the new settings, over 3 steps" in str(forecast)
     with pytest.raises(TraceError, match="no step of 1 to 4 tokens"):
         forecast_swap(runner, recorded(runner, (7,)), cost_model=TRUE, config=config)
+
+
+@pytest.mark.filterwarnings("ignore:Steps run eager")
+def test_steps_above_all_graphs_are_compared_if_the_runner_runs_them_eager():
+    made = GraphRunner(
+        lambda tokens: tokens * 2,
+        {"tokens": StaticInput((None,), "int64")},
+        sizes=(2, 4),
+        backend="tape",
+        options=RunnerOptions(buffers=BufferOptions(buffer_rows=8)),
+    )
+    made.capture()
+    forecast = forecast_swap(made, recorded(made, (3, 7, 7, 9)), cost_model=TRUE, sizes=(4, 8))
+    assert (forecast.refused_steps, forecast.num_steps, forecast.same_steps) == (0, 4, 2)
+    (changed,) = forecast.differences
+    assert changed.active == "eager (above_largest_size)"
+    assert (changed.num_steps, changed.min_tokens, changed.max_tokens) == (2, 7, 7)
 
 
 class Faulty(SmallestPolicy):

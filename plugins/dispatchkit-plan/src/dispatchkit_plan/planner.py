@@ -39,7 +39,8 @@ MIN_STEPS = 1000
 
 _SAME_STEPS = (
     "The plan was judged on the steps it was planned on, and `sizes` are optimal only for these "
-    "steps. For later traffic, use the hedged sizes in `future`."
+    "steps. For later traffic, use the hedged sizes: `plan.robust` in Python, `For later traffic` "
+    "in the output of the command, `future` in its JSON."
 )
 _MAX_CANDIDATES = 1024
 _DENSE_UP_TO = 256
@@ -237,6 +238,13 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
             f"The trace is short: only {counted(usable, 'step')} of at most "
             f"{counted(max_size, 'token')} could be used for planning, fewer than {MIN_STEPS:,}. "
             "Record a longer trace before you rely on the plan."
+        )
+    largest = int(fit.num_tokens.max())
+    if largest * 2 <= max_size:
+        warnings.append(
+            f"No step has more than {counted(largest, 'token')}, but {max_size} is always "
+            f"captured. With max_size={largest} (--max-size {largest}), its graph serves a size "
+            "that occurs; larger batches then run eager."
         )
     if usable < total / 2:
         warnings.append(

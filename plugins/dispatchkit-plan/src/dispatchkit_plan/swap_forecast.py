@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from dispatchkit.dispatch import Dispatcher, Policy, Reason
 from dispatchkit.errors import ConfigError, TraceError, counted
-from dispatchkit.keys import DispatchConfig
+from dispatchkit.keys import CaptureSizeWarning, DispatchConfig
 from dispatchkit.observe import StepTrace
 from dispatchkit.registry import GraphRegistry, KeyState
 
@@ -64,7 +65,8 @@ class SwapForecast:
         num_steps: Number of compared steps.
         same_steps: Number of steps that would replay the same graph, or still run eager.
         refused_steps: Number of steps for which the runner would raise before or after the swap,
-            because they are above ``max_num_tokens``. They are excluded from all other fields.
+            because they are above a given ``max_num_tokens``. They are excluded from all other
+            fields.
         active_us: Time of the steps before the swap, according to the cost model.
         candidate_us: Time of the steps after the swap, according to the cost model.
         differences: Groups of steps that would run differently, largest groups first.
@@ -137,26 +139,49 @@ def forecast_swap(
         ConfigError: The swap changes nothing, or a setting is invalid.
         UnknownNameError: The policy or cost model is unknown.
         PolicyError: The policy rejects the configuration.
-        TraceError: No step with tokens is within ``max_num_tokens`` both before and after the swap,
-            or the trace has no column for an axis.
+        TraceError: No step with tokens is within a given ``max_num_tokens`` both before and after
+            the swap, or the trace has no column for an axis.
     """
     if not hasattr(runner, "swapper"):
         raise ConfigError("runner", runner, "a GraphRunner")
     check_trace(trace)
     proposal = runner.swapper.proposed(**change)
     scenario = Scenario(cost_model=cost_model)
-    limit = min(proposal.config.max_num_tokens, runner.config.max_num_tokens)
+    limit = _token_limit(runner.config, proposal.config)
     with_tokens = [step for step in trace if step.num_tokens]
-    kept = [step for step in with_tokens if step.num_tokens <= limit]
+    kept = [step for step in with_tokens if limit is None or step.num_tokens <= limit]
     if not kept:
-        problem = f"the trace has no step of 1 to {limit} tokens to compare. Use another trace."
+        sizes = "with tokens" if limit is None else f"of 1 to {limit} tokens"
+        problem = f"the trace has no step {sizes} to compare. Use another trace."
         raise TraceError(trace.source, None, problem)
     compared = StepTrace.from_steps(kept, source=trace.source)
     with runner.registry.lock:  # keeps the policy from learning during the copy
         in_force = copy.deepcopy(runner.dispatcher.policy)
-    now = _Side(in_force, runner.config, runner.registry, scenario)
-    then = _Side(proposal.policy, proposal.config, runner.registry, scenario)
-    return _compared(now, then, compared, len(with_tokens) - len(kept), scenario.model)
+    largest = max(step.num_tokens for step in kept)
+    now = _Side(in_force, _covering(runner.config, largest), runner.registry, scenario)
+    then = _Side(proposal.policy, _covering(proposal.config, largest), runner.registry, scenario)
+    refused = len(with_tokens) - len(kept)
+    return _compared(now, then, compared, refused, limit, scenario.model)
+
+
+def _token_limit(*configs: DispatchConfig) -> int | None:
+    """Return the largest batch for which no configuration raises, or None if there is no limit."""
+    limits = [config.max_num_tokens for config in configs if config.has_token_limit]
+    return min(limits, default=None)
+
+
+def _covering(config: DispatchConfig, num_tokens: int) -> DispatchConfig:
+    """Return a configuration with the same graphs whose table covers batches of ``num_tokens``."""
+    if num_tokens <= config.max_num_tokens:
+        return config
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # larger batches run eager, as before
+        return attrs.evolve(
+            config,
+            sizes=config.sizes,
+            max_num_tokens=num_tokens,
+            max_num_seqs=config.max_num_seqs,
+        )
 
 
 class _Side:
@@ -183,7 +208,7 @@ class _Side:
 
 
 def _compared(
-    now: _Side, then: _Side, trace: StepTrace, refused: int, model: CostModel
+    now: _Side, then: _Side, trace: StepTrace, refused: int, limit: int | None, model: CostModel
 ) -> SwapForecast:
     before, number_before = now.run.decide_all(Steps.of(trace, now.config))
     after, number_after = then.run.decide_all(Steps.of(trace, then.config))
@@ -213,7 +238,6 @@ def _compared(
             max_tokens=max(num_tokens, known.max_tokens if known else num_tokens),
             gain_us=gain_us + (known.gain_us if known else 0.0),
         )
-    limit = min(now.config.max_num_tokens, then.config.max_num_tokens)
     forecast = SwapForecast(
         active=now.dispatcher.policy_name,
         candidate=then.dispatcher.policy_name,
@@ -234,11 +258,11 @@ def _compared(
 
 
 def _notes(
-    then: _Side, trace: StepTrace, refused: int, limit: int, faults: int, model: CostModel
+    then: _Side, trace: StepTrace, refused: int, limit: int | None, faults: int, model: CostModel
 ) -> Iterator[str]:
-    if refused:
+    if refused and limit is not None:
         yield (
-            f"Excluded: {counted(refused, 'step')} above {counted(limit, 'token')}, for which the "
+            f"Excluded: {counted(refused, 'step')} above max_num_tokens ({limit}), for which the "
             "runner would raise an error before or after the swap."
         )
     if faults:

@@ -45,7 +45,10 @@ def test_one_figure_is_written_alone(run: Any, tmp_path: Path) -> None:
     path.unlink()
     refused = run("report", TRACE, "--figure", "wast", "-o", str(path))
     assert refused.code == 2
-    assert "padding, tokens, modes, waste" in refused.err
+    assert (
+        "modes, padding, reasons, times, tokens, waste, got 'wast'. Did you mean 'waste'?"
+        in refused.err
+    )
     assert not path.exists()
 
 

@@ -17,6 +17,7 @@ from dispatchkit.settings import Settings
 
 from dispatchkit_plan.costs import CostModel, load_cost_model
 from dispatchkit_plan.report.account import Account, AccountedDecision, account_for
+from dispatchkit_plan.report.from_account import brief_sizes
 from dispatchkit_plan.traffic import read_steps
 
 MAX_SHOWN = 15
@@ -75,6 +76,8 @@ def show_account(account: Account, out: Console, limit: int | None) -> None:
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     out.print(Text(f"Trace    {account.source}, {counted(account.num_steps, 'step')}"))
     out.print(Text(f"Policy   {account.policy}, {counted(account.num_graphs, 'graph')}"))
+    config = account.config
+    out.print(Text(f"Sizes    {brief_sizes(config.sizes)}; mode {config.mode}"))
     out.print(
         Text(
             f"Cost     {account.time_s:.4g} s under {account.cost_model}, {speed:.2f} times "

@@ -20,7 +20,14 @@ from dispatchkit_plan.report.charts import (
 )
 from dispatchkit_plan.report.page import Figure, MissingFigure, Report, Table, Tile
 
-__all__ = ["MODE_NAMES", "WastePlan", "report_of_account", "waste_figure", "waste_plan"]
+__all__ = [
+    "MODE_NAMES",
+    "WastePlan",
+    "brief_sizes",
+    "report_of_account",
+    "waste_figure",
+    "waste_plan",
+]
 
 MODE_NAMES: Mapping[str, tuple[str, str]] = {
     "FULL": ("FULL", "full"),
@@ -124,7 +131,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
             ("Trace", account.source),
             ("Policy", account.policy),
             ("Mode", str(account.config.mode)),
-            ("Sizes", _brief(account.config.sizes)),
+            ("Sizes", brief_sizes(account.config.sizes)),
             ("Cost model", account.cost_model),
         ),
         tiles=(
@@ -146,7 +153,8 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     )
 
 
-def _brief(sizes: Sequence[int]) -> str:
+def brief_sizes(sizes: Sequence[int]) -> str:
+    """Return a list of sizes as text; of more than 12 sizes, only the first and the last."""
     if len(sizes) <= 12:
         return ", ".join(map(str, sizes)) or "none"
     head = ", ".join(map(str, sizes[:5]))

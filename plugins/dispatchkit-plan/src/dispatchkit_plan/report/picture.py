@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import UnknownNameError
 
 from dispatchkit_plan.report.charts import Chart, text
 from dispatchkit_plan.report.page import Figure, Report
@@ -21,15 +21,14 @@ def figure_of(report: Report, name: str) -> Figure:
     """Return the figure of a report with the given name.
 
     Raises:
-        ConfigError: The report does not have the figure, or lacks the data for it.
+        UnknownNameError: The report does not have the figure, or lacks the data for it.
     """
     drawn = [one for one in report.figures if isinstance(one, Figure)]
     for figure in drawn:
         if figure.name == name:
             return figure
     why = [one.why for one in report.figures if not isinstance(one, Figure) and one.name == name]
-    names = ", ".join(one.name for one in drawn)
-    raise ConfigError("figure", name, f"one of {names}", " ".join(why))
+    raise UnknownNameError("figure", name, [one.name for one in drawn], " ".join(why))
 
 
 def render_figure(figure: Figure) -> str:
