@@ -130,7 +130,7 @@ def test_a_uniform_step_of_longer_queries_stays_uniform() -> None:
 def test_steps_without_tokens_are_left_out() -> None:
     """Idle steps run nothing; a trace of only idle steps is an error."""
     assert len(plan((0, 0, 0, 0), (2, 2, 1, 1)).steps) == 1
-    with pytest.raises(TraceError, match="no step with tokens"):
+    with pytest.raises(TraceError, match="no step has both tokens and requests"):
         plan((0, 0, 0, 0))
 
 
