@@ -106,7 +106,9 @@ def trial_keys(
         raise PolicyError(name, "declare", problem, origin=origin) from error
     for key in keys:
         if not isinstance(key, GraphKey):
-            given = f"a collection with {key!r}" if isinstance(answer, Iterable) else repr(answer)
+            given = format_value(answer)
+            if isinstance(answer, Iterable):
+                given = f"a collection that contains {format_value(key)}, which is not a GraphKey"
             problem = f"returned {given}; return a list of GraphKeys, which may be empty."
             raise PolicyError(name, "declare", problem, origin=origin, value=key)
         if key.num_tokens > config.max_num_tokens:

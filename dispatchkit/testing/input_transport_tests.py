@@ -70,8 +70,8 @@ class Way:
 
     Attributes:
         inputs: The declared inputs.
-        path: Expected start of the paths that ``runner.controls.input_path`` returns; a tuple of
-            allowed starts if the paths differ between sizes.
+        path: Expected prefix of the paths that ``runner.controls.input_path`` returns; a tuple of
+            allowed prefixes if the paths differ between sizes.
         node: ``used``, ``none``, ``short`` (the host inputs of the largest size do not fit) or
             ``lost`` (the node is not found in the captured graph).
         kind: ``full``, ``pieces``, or ``registered`` for graphs captured outside the runner.

@@ -743,8 +743,8 @@ def test_not_mine_is_eager_with_a_reason():
 @pytest.mark.parametrize(
     ("declare", "said"),
     [
-        (lambda config: [8], "returned a collection with 8; return a list of GraphKeys"),
-        (lambda config: [None], "returned a collection with None; return a list of"),
+        (lambda config: [8], "contains 8, which is not a GraphKey; return a list of GraphKeys"),
+        (lambda config: [None], "contains None, which is not a GraphKey; return a list of"),
         (lambda config: 1 / 0, "declare raised ZeroDivisionError"),
     ],
 )

@@ -333,7 +333,7 @@ def named(entries: Sequence[Entry]) -> str:
 
 
 def _advice(changed: Iterable[Entry]) -> str:
-    """Return the next step for a step that changes these entries."""
+    """Return advice for the user whose step changes these entries."""
     if any(isinstance(one.record.target, torch.Generator) for one in changed):
         return "Declare the generator in StepState(generators=[...])"
     return (

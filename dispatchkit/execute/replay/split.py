@@ -99,7 +99,7 @@ class SplitPlan:
         self._timer, self._checker = timer, checker
         self._layout = parts[0].step.layout
         static = inputs.smallest if isinstance(inputs, AxisInputs) else inputs
-        # A slice of contiguous memory is contiguous only along the first dimension.
+        # A slice of a contiguous tensor is contiguous only if it is taken along dimension 0.
         self._stays_readable = all(dim == 0 for _, dim in static.batched)
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:

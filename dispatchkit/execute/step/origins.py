@@ -29,7 +29,7 @@ def is_internal(cls: Any) -> bool:
 def is_own_module(name: str) -> bool:
     """Return whether a module belongs to dispatchkit or its plugins.
 
-    The state of these modules is not state of a step. The class that owns a step often names
+    The state of such a module is not part of a step's state. The class that owns a step often names
     dispatchkit to create runners, and the walk would then reach the whole package. The demo and the
     test kits contain models, so they count as user code.
     """

@@ -119,7 +119,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a dtype over a whole storage, without copying."""
+    """Return a tensor of the given dtype that views a whole storage."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 

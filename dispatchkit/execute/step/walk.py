@@ -70,7 +70,7 @@ _STATE_OF_LIBRARIES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
-    """Decorate a class whose instance attributes are not state of a step.
+    """Decorate a class whose instance attributes are not part of a step's state.
 
     Attributes of instances of the class and its subclasses are neither compared nor restored. Use
     the decorator for callables that are pieces of a runner and keep records of their calls. The
@@ -122,7 +122,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | Node]:
 
     Library objects other than torch modules and attribute containers are not entered, because they
     have internal state, such as the cache of a logger. Runners and objects declared as bookkeeping
-    are not state of the step.
+    are not part of the step's state.
     """
     cls: Any = type(value)
     owner = cls.__qualname__

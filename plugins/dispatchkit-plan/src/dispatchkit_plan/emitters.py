@@ -101,7 +101,7 @@ def emit_grid(plan: GridPlan) -> EngineSettings:
         f"sizes={_tuple(sizes)},\n"
         f"policy=GridPolicy({{{grid}}}),\n",
         sizes=sizes,
-        means=f"rows of a step, separately for each bucket of {chosen.axis}",
+        means=f"rows per step, separately for each bucket of {chosen.axis}",
         notes=(
             (
                 "These are arguments of a GraphRunner; the step must name the axis in its inputs "
@@ -127,7 +127,7 @@ def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         engine="dispatchkit",
         text=f"DispatchConfig(sizes={_tuple(sizes)}{query})",
         sizes=sizes,
-        means="tokens of a step of any kind",
+        means="tokens per step, for all kinds of steps",
         notes=(),
         source="dispatchkit.keys.DispatchConfig",
     )
@@ -151,7 +151,7 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         engine="vllm",
         text=f"--compilation-config '{config}'",
         sizes=sizes,
-        means="tokens of a step of any kind",
+        means="tokens per step, for all kinds of steps",
         notes=tuple(notes),
         source="docs.vllm.ai, api/vllm/config/compilation: CompilationConfig."
         "cudagraph_capture_sizes (0.11 to 0.19)",
@@ -173,7 +173,7 @@ def _sglang(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         engine="sglang",
         text=f"--cuda-graph-bs-decode {' '.join(map(str, requests))}",
         sizes=requests,
-        means="requests of a decode step",
+        means="requests per decode step",
         notes=(
             (
                 "In releases up to about 0.5.12, the flag is --cuda-graph-bs. For these releases, "
@@ -191,7 +191,7 @@ def _sglang_legacy(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         engine="sglang-legacy",
         text=f"--cuda-graph-bs {' '.join(map(str, requests))}",
         sizes=requests,
-        means="requests of a decode step",
+        means="requests per decode step",
         notes=("Newer releases call the flag --cuda-graph-bs-decode.", *_SGLANG_NOTES),
         source="docs.sglang.ai, advanced_features/server_arguments: --cuda-graph-bs",
     )
@@ -204,7 +204,7 @@ def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         engine="tensorrt-llm",
         text=f"cuda_graph_config:\n  enable_padding: true\n  batch_sizes: [{listed}]\n",
         sizes=requests,
-        means="requests of a decode (generation-only) step",
+        means="requests per decode (generation-only) step",
         notes=(
             (
                 "Use this YAML with `trtllm-serve --config FILE` (older releases: "

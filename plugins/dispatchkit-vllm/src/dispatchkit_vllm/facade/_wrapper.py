@@ -134,7 +134,8 @@ class _Absent:
 
     def __get__(self, instance: object, owner: type[Any]) -> Any:
         raise AttributeError(
-            f"{owner.__name__} has no attribute {self._name!r}, like vLLM's wrapper of this release"
+            f"{owner.__name__} has no attribute {self._name!r}; neither does vLLM's wrapper in "
+            "this release"
         )
 
 
