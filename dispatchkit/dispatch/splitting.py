@@ -18,9 +18,9 @@ MAX_PARTS = 8
 def greedy_parts(
     batch: Batch, graphs: GraphView, mode: RuntimeMode, *, max_parts: int = MAX_PARTS
 ) -> tuple[Part, ...]:
-    """Split a batch over full graphs and one graph for the remaining rows.
+    """Split a batch into parts that fill their graphs, and one part for the remaining rows.
 
-    The full graphs have the largest size that the batch fills, and the last graph is the smallest
+    The filled graphs have the largest size that the batch fills, and the last graph is the smallest
     that covers the remaining rows. Only graphs that can run now are used. This rule minimizes
     launches, not padding.
 

@@ -558,7 +558,7 @@ class Lifecycle:
     # -- as a member of a pool's group --------------------------------------------------
 
     def num_graphs_in_pool(self) -> int:
-        """Return the number of keys with a graph in the pool, without external graphs."""
+        """Return the number of keys with a graph in the pool, excluding external graphs."""
         return sum(not step.is_external for step in self.live().values())
 
     def num_steps(self) -> int:

@@ -191,7 +191,7 @@ def _difference(
     for padded in (filled, kept):
         leaves, other = flatten(padded)
         if other != structure:
-            return "the structure of the results changes"
+            return "padding changes the structure of the results"
         results.append(leaves)
     for index, (one, first, second) in enumerate(zip(want, *results, strict=True)):
         if not isinstance(one, torch.Tensor):

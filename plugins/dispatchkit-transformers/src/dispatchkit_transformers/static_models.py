@@ -472,8 +472,8 @@ def _layers_of(output: Any, cache_name: str, model: str) -> tuple[list[Any], lis
             model,
             f"a model whose cache has only layers of {', '.join(SUPPORTED_LAYERS)}",
             _ADVICE,
-            message=f"The cache of {model} has layers of {', '.join(odd)}. Only layers of "
-            f"{', '.join(SUPPORTED_LAYERS)} are supported.",
+            message=f"The cache of {model} contains unsupported types of layers: {', '.join(odd)}. "
+            f"Supported types: {', '.join(SUPPORTED_LAYERS)}.",
         )
     return list(layers), list(cross)
 

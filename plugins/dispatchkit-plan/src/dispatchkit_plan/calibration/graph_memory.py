@@ -237,10 +237,10 @@ def forecast_graph_memory(
                 "sizes",
                 sizes,
                 "a list of at least two sizes with graphs",
-                message="" if sizes else "The runner declares no graph that it can capture.",
-                hint=""
+                message=""
                 if sizes
-                else "Use a mode whose graphs it can capture, and at least two sizes.",
+                else f"The runner can capture no graph in mode {runner.config.mode.name}.",
+                hint="" if sizes else "Set mode='FULL', and at least two sizes.",
             )
         runner.controls.warm_up()
         meter = MemoryMeter(runner)
