@@ -174,7 +174,7 @@ class CudaBackend:
             "number of streams",
             len(self._streams) + 1,
             f"at most {MAX_STREAMS}",
-            "Use fewer lanes, or drop all references to runners and streams that are not used."
+            "Use fewer lanes, or drop all references to runners and streams that are not used.",
             message=f"All {MAX_STREAMS} streams of {self.torch_device} are in use.",
         )
 
