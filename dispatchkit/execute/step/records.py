@@ -1,4 +1,4 @@
-"""Records of the entries of containers, which find and restore changed entries."""
+"""Record the entries of containers, and find and restore those that changed."""
 
 from __future__ import annotations
 
