@@ -60,7 +60,7 @@ from dispatchkit.errors import (
     describe_exception,
 )
 from dispatchkit.keys.batch import Batch, GraphKey
-from dispatchkit.keys.checks import check_flag, whole_number
+from dispatchkit.keys.checks import check_flag, check_instance, whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode, parse_modes
 from dispatchkit.registry import GraphRegistry, RegistryEvent
@@ -120,9 +120,12 @@ class Dispatcher:
         on_swap: Callable[[str, str | None, int], None] | None = None,
         on_fault: Callable[[PolicyError, int | None, int], None] | None = None,
     ) -> None:
-        self.registry: GraphRegistry = GraphRegistry() if registry is None else registry
-        if not isinstance(self.registry, GraphRegistry):
-            raise ConfigError("registry", registry, "a GraphRegistry, or None for a new one")
+        self.registry: GraphRegistry = check_instance(
+            GraphRegistry() if registry is None else registry,
+            GraphRegistry,
+            "registry",
+            allowed="a GraphRegistry, or None for a new one",
+        )
         for name, function in (("bind", bind), ("on_swap", on_swap), ("on_fault", on_fault)):
             if function is not None and not callable(function):
                 raise ConfigError(name, function, "a function, or None")

@@ -189,10 +189,10 @@ class RowProver:
         eager = self._known(key, _counts_below(key, sizes))
         if not eager:
             return RowProof()  # no smaller batch runs eager, so no call is padded
-        fitting = {count: one for count, one in eager.items() if not one.mismatch(layout, count)}
-        last = max(eager)
-        if last not in fitting:
-            return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].mismatch(layout, last))
+        problems = {count: one.mismatch(layout, count) for count, one in eager.items()}
+        if problem := problems[max(eager)]:
+            return RowProof(Reason.ROWS_NOT_THE_BUCKET, problem)
+        fitting = {count: one for count, one in eager.items() if not problems[count]}
         # Integers may be slots: with fill, all rows would read and write the same unused slot.
         has_integers = any(map(_is_from_call, self._lane.buffers_of(key).inputs))
         draws_alike = False

@@ -13,8 +13,8 @@ from dispatchkit.execute.io.static_input import StaticInput
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
-# Arguments of a call besides its inputs.
-_CALL_OPTIONS = ("num_reqs", "uniform", "loras", "ceiling")
+#: Arguments of a call besides its inputs.
+CALL_OPTIONS = ("num_reqs", "uniform", "loras", "ceiling")
 
 
 def bind_or_raise(
@@ -35,7 +35,7 @@ def bind_or_raise(
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
-            hint = did_you_mean(name, (*names, *_CALL_OPTIONS))
+            hint = did_you_mean(name, (*names, *CALL_OPTIONS))
             raise InputError(name, f"Unknown input {name!r}. Pass only: {listing}.{hint}")
         if name in given:
             raise InputError(

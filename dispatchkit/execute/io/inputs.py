@@ -17,7 +17,7 @@ from dispatchkit.execute.io.host_arrays import (
     host_tensor,
     numpy_module,
 )
-from dispatchkit.execute.io.input_errors import bind_or_raise, validate
+from dispatchkit.execute.io.input_errors import CALL_OPTIONS, bind_or_raise, validate
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.keys.checks import check_instance
 
@@ -33,8 +33,8 @@ _MAX_REPLACED = 64
 TensorGuards: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )
-#: Keywords of a call that are not allowed as input names.
-RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling", "priority"})
+#: Keywords of a call or of ``submit`` that are not allowed as input names.
+RESERVED_NAMES = frozenset({*CALL_OPTIONS, "priority"})
 
 
 class InputSet:

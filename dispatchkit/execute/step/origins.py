@@ -8,7 +8,7 @@ import sys
 from typing import Any, Final
 
 #: Packages whose globals and class attributes do not count as state of a step.
-LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"__main__"} | {
+_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "torch",
     "numpy",
     "attr",
@@ -42,7 +42,7 @@ def is_own_module(name: str) -> bool:
 @functools.cache
 def is_library_module(name: str) -> bool:
     """Return whether a module belongs to the standard library, torch, numpy or attrs."""
-    return name.partition(".")[0] in LIBRARIES
+    return name.partition(".")[0] in _LIBRARIES
 
 
 def is_library(thing: Any) -> bool:
