@@ -8,6 +8,7 @@ a built-in exception, so that existing ``except ValueError`` clauses keep workin
 from __future__ import annotations
 
 import difflib
+import importlib
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,21 +89,27 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 _PACKAGE = Path(__file__).parent
+_IMPORTLIB = Path(importlib.__file__).parent
 
 
-def describe_exception(error: Exception, where: str = "") -> str:
+def describe_exception(error: BaseException, where: str = "") -> str:
     """Describe an exception of a plugin's code, as a sentence with the line that raised."""
     described = f"raised {type(error).__name__}{where}: {error}".rstrip(":. ")
     line = _line_that_raised(error)
     return f"{described} ({line})." if line else f"{described}."
 
 
-def _line_that_raised(error: Exception) -> str:
-    """Return the file and line of the innermost frame outside dispatchkit, or an empty string."""
+def _line_that_raised(error: BaseException) -> str:
+    """Return the file and line of the innermost frame outside dispatchkit and the import system.
+
+    Returns:
+        The text ``file:line``; empty if there is no such frame.
+    """
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
-        if _PACKAGE not in file.parents:
+        is_import = file.name.startswith("<frozen") or _IMPORTLIB in file.parents
+        if not is_import and _PACKAGE not in file.parents:
             line = f"{file.name}:{number}"
     return line
 

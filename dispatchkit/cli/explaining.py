@@ -61,7 +61,8 @@ def explain_batch(
         typer.Option(
             "--uniform",
             metavar="",
-            help="Explain a uniform decode batch instead of a mixed batch.",
+            help="Explain a uniform decode batch instead of a mixed batch. With several "
+            "--query-lens, --num-reqs selects the length.",
         ),
     ] = False,
     loras: Annotated[
@@ -149,7 +150,8 @@ def explain_batch(
     config = _config_for_batch(settings, batch_tokens or 0, loras)
     variant = _variant(config, loras, values or ())
     dispatcher = dispatcher_of(settings, config)
-    answer = explain(dispatcher, batch_tokens or 0, num_reqs, int(uniform), variant, int(highest))
+    query_class = _query_class(config, batch_tokens or 0, num_reqs) if uniform else 0
+    answer = explain(dispatcher, batch_tokens or 0, num_reqs, query_class, variant, int(highest))
     model = _cost_model(settings)
     if model is not None and not answer.error:
         cost = StepCost.of(model, answer.decision, answer.batch.num_tokens)
@@ -198,6 +200,32 @@ def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> Dispat
             sizes=config.sizes,
             max_num_seqs=max(config.max_num_seqs, min(num_tokens, 2**31 - 1)),
         )
+
+
+def _query_class(config: DispatchConfig, num_tokens: int, num_reqs: int) -> int:
+    """Return the ``uniform`` argument of ``dispatch`` for a uniform decode batch.
+
+    A single query length applies to every uniform batch, because engines may pad the requests.
+
+    Raises:
+        ConfigError: Several query lengths are configured, and none is the number of tokens per
+            request.
+    """
+    lens = config.query_lens
+    if len(lens) == 1:
+        return 1
+    query_len, rest = divmod(num_tokens, num_reqs) if num_reqs > 0 else (0, 0)
+    if rest or query_len not in lens:
+        each = ", ".join(map(str, lens))
+        raise ConfigError(
+            "--num-reqs",
+            num_reqs,
+            "the number of tokens divided by one of the query lengths",
+            message=f"--uniform with --query-lens {each} needs to know the tokens per request. Pass "
+            f"--num-reqs so that {counted(num_tokens, 'token')} divided by --num-reqs is one of "
+            f"{each}; got {num_reqs}.",
+        )
+    return 1 + lens.index(query_len)
 
 
 def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:

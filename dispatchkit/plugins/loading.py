@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from dispatchkit.errors import Origin, PluginError, UnknownNameError
+from dispatchkit.errors import Origin, PluginError, UnknownNameError, describe_exception
 from dispatchkit.hookspecs import Spec
 from dispatchkit.plugins.discovery import (
     BLOCK_VARIABLE,
@@ -84,7 +84,7 @@ def load(
         raise PluginError(origin, str(fault)) from fault
     # An import may raise anything, even SystemExit; it becomes an error of this plugin.
     except BaseException as error:
-        text = f"{doing[-1]} raised {type(error).__name__}: {error}"
+        text = f"{doing[-1]} {describe_exception(error)}"
         raise PluginError(origin, text) from error
 
 

@@ -19,6 +19,7 @@ from dispatchkit.errors import (
     PluginLoadError,
     UnknownNameError,
     counted,
+    describe_exception,
     format_value,
 )
 from dispatchkit.hookspecs import (
@@ -255,7 +256,7 @@ class PluginSet:
             try:
                 name = one.function(*[config][: len(one.argnames)])
             except (Exception, SystemExit) as error:
-                text = f"{hook} raised {type(error).__name__}: {error}"
+                text = f"{hook} {describe_exception(error)}"
                 raise PluginError(origin, text) from error
             if name is None:
                 continue

@@ -32,6 +32,28 @@ def test_a_uniform_batch_gets_the_full_graph_of_the_next_size(run: Any) -> None:
     assert [each["key"] for each in chosen] == [answer["decision"]["key"]]
 
 
+@pytest.mark.parametrize(("num_reqs", "query_len"), [(4, 2), (2, 4)])
+def test_the_tokens_per_request_select_among_several_query_lengths(
+    run: Any, num_reqs: int, query_len: int
+) -> None:
+    """The same number of tokens is a different uniform batch for each number of requests."""
+    answer = explain(run, "8", "--num-reqs", str(num_reqs), "--uniform", "--query-lens", "2,4")
+    assert (answer["batch"]["uniform"], answer["batch"]["query_len"]) == (True, query_len)
+
+
+@pytest.mark.parametrize("num_reqs", ["0", "1", "3"])
+def test_an_ambiguous_query_length_is_refused(run: Any, num_reqs: str) -> None:
+    done = run("explain", "8", "--num-reqs", num_reqs, "--uniform", "--query-lens", "2,4")
+    assert done.code == 2
+    assert "8 tokens divided by --num-reqs is one of 2, 4" in " ".join(done.err.split())
+
+
+def test_a_single_query_length_applies_to_padded_requests(run: Any) -> None:
+    """Engines pad requests, so the tokens need not be a multiple of the query length."""
+    answer = explain(run, "7", "--num-reqs", "3", "--uniform", "--query-lens", "2")
+    assert answer["decision"]["key"] == "FULL tokens=8 reqs=4 uniform=2"
+
+
 def test_a_ceiling_keeps_full_away(run: Any) -> None:
     """Cascade attention allows at most PIECEWISE."""
     options = ["3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,4,8"]

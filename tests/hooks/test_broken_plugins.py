@@ -19,9 +19,9 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "import of a missing module": (
         "",
         "import no_such_module_x",
-        ("importing", "no_such_module_x"),
+        ("importing", "no_such_module_x", "(bad_plugin.py:"),
     ),
-    "import that exits": ("", "import sys; sys.exit(3)", ("SystemExit", "3")),
+    "import that exits": ("", "import sys; sys.exit(3)", ("SystemExit", "3", "(bad_plugin.py:")),
     "import that exits without Exception": (
         "",
         "class Odd(BaseException): ...\nraise Odd('gone')",
@@ -156,7 +156,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "hook that raises": (
         "",
         "@hookimpl\ndef dispatchkit_register_policies(): raise KeyError('k')",
-        ("running dispatchkit_register_policies", "KeyError"),
+        ("running dispatchkit_register_policies", "KeyError", "(bad_plugin.py:"),
     ),
     "hook that exits": (
         "",
@@ -210,6 +210,14 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("PolicySpec.name", "'x y'"),
     ),
 }
+
+
+def test_a_module_that_does_not_exist_is_not_blamed_on_the_import_system(
+    site: Any, row: Any
+) -> None:
+    site.install("acme-mid", {"bad": "no_such_plugin_module:plugin"})
+    reason = row(site.load(), "bad").reason
+    assert reason.endswith("No module named 'no_such_plugin_module'.")
 
 
 @pytest.mark.parametrize("fault", BROKEN)

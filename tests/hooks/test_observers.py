@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +170,7 @@ def test_a_deciding_hook_that_raises_is_named_among_several() -> None:
             plugins.select_policy(SimpleNamespace())
         assert raised.value.origin.plugin == "bad"
         assert raised.value.__cause__ is fault
+        assert re.search(r"\(test_observers\.py:\d+\)\.", str(raised.value))
 
 
 def test_every_event_has_a_callback_and_a_frozen_class_of_its_own() -> None:

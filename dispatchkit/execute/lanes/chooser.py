@@ -12,7 +12,7 @@ from dispatchkit.dispatch import (
     lane_fault,
     policy_name,
 )
-from dispatchkit.errors import PolicyError
+from dispatchkit.errors import PolicyError, describe_exception
 
 
 class LaneChooser:
@@ -40,7 +40,7 @@ class LaneChooser:
         try:
             answer = self._policy.choose(PendingStep(batch[0], key, priority), lanes)
         except Exception as error:
-            raise self._fault(f"raised {type(error).__name__}: {error}") from error
+            raise self._fault(describe_exception(error)) from error
         if type(answer) is int and 0 <= answer < len(lanes):
             return answer
         fault = lane_fault(answer, len(lanes))

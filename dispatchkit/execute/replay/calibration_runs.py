@@ -10,7 +10,7 @@ import torch
 
 from dispatchkit.dispatch import CalibrationRun, CellUpdate, Dispatcher, GraphView
 from dispatchkit.dispatch.cells import cell_of_batch
-from dispatchkit.errors import PolicyError, ReplayError, format_value
+from dispatchkit.errors import PolicyError, ReplayError, describe_exception, format_value
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.warmup import Warmups
@@ -95,7 +95,7 @@ class CalibrationRuns:
         try:
             runs = list(hook(self._dispatcher.graphs) or ())
         except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}"
+            problem = describe_exception(error)
             raise PolicyError(name, "calibration_runs", problem, origin=origin) from error
         for run in runs:
             if not isinstance(run, CalibrationRun):

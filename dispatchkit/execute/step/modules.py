@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dispatchkit.execute.step.code_names import codes_of, functions_of
+from dispatchkit.execute.step.code_names import codes_of, functions_of, names_in
 
 
 def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
@@ -49,9 +49,8 @@ def _held(fn: Any) -> Iterator[Any]:
 
 
 def _names(fn: Any) -> set[str]:
-    """Return all names in the code of a callable, including attribute names."""
-    codes = [code for plain in functions_of(fn) for code in codes_of(plain.__code__)]
-    return {name for code in codes for name in code.co_names}
+    """Return the names in the code of a callable, including names given as strings."""
+    return {name for plain in functions_of(fn) for name in names_in(plain.__code__)}
 
 
 def _globals_named(code: types.CodeType) -> set[str]:
