@@ -221,9 +221,9 @@ def _query_class(config: DispatchConfig, num_tokens: int, num_reqs: int) -> int:
             "--num-reqs",
             num_reqs,
             "the number of tokens divided by one of the query lengths",
-            message=f"--uniform with --query-lens {each} needs to know the tokens per request. Pass "
-            f"--num-reqs so that {counted(num_tokens, 'token')} divided by --num-reqs is one of "
-            f"{each}; got {num_reqs}.",
+            message=f"--num-reqs {num_reqs} does not select one of the query lengths ({each}). "
+            f"With --uniform, {counted(num_tokens, 'token')} divided by --num-reqs must be one of "
+            "them.",
         )
     return 1 + lens.index(query_len)
 

@@ -45,7 +45,9 @@ def test_the_tokens_per_request_select_among_several_query_lengths(
 def test_an_ambiguous_query_length_is_refused(run: Any, num_reqs: str) -> None:
     done = run("explain", "8", "--num-reqs", num_reqs, "--uniform", "--query-lens", "2,4")
     assert done.code == 2
-    assert "8 tokens divided by --num-reqs is one of 2, 4" in " ".join(done.err.split())
+    assert f"--num-reqs {num_reqs} does not select one of the query lengths (2, 4)." in " ".join(
+        done.err.split()
+    )
 
 
 def test_a_single_query_length_applies_to_padded_requests(run: Any) -> None:

@@ -252,7 +252,8 @@ def test_a_policy_that_raises_when_asked_for_runs_is_named_and_its_graphs_stay(m
             raise ZeroDivisionError
 
     runner = make_runner(plus_one, policy=Asking())
-    with pytest.raises(PolicyError, match=r"calibration_runs raised ZeroDivisionError \(test_decided\.py:\d+\)\."):
+    problem = r"calibration_runs raised ZeroDivisionError \(test_decided\.py:\d+\)\."
+    with pytest.raises(PolicyError, match=problem):
         runner.capture()
     assert runner.stats().captures == len(runner.registry)
 
