@@ -6,7 +6,7 @@ from pathlib import Path
 
 project = "dispatchkit"
 author = "The dispatchkit contributors"
-copyright = author  # noqa: A001 - Sphinx's own name for it
+copyright = author  # noqa: A001 - Sphinx reads this name
 release = version = _version("dispatchkit")
 
 extensions = ["myst_parser"]
