@@ -27,8 +27,8 @@ from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.memory import Pacer, PoolGroup
 from dispatchkit.keys.batch import GraphKey
 
-# Largest number of plans that cache views. A view uses about 0.5 KB, too much for every cell of a
-# large table.
+# Maximum number of plans that cache views. A view uses about 0.5 KB, so caching views for every
+# cell of a large table would use too much memory.
 MAX_CACHING_PLANS = 2048
 
 
@@ -75,15 +75,15 @@ class Lane:
         inputs: The declarations of the inputs.
         num_rows: Number of rows in the buffers: the largest bucket, not the largest batch.
         row_count: Whether graphs read the number of real rows from device memory.
-        inputs_at: Function that returns the declarations for given axis buckets; None if no axis is
-            a dimension of an input.
+        inputs_at: Function that returns the declarations of the inputs for given buckets of the
+            axes; None if no axis is a dimension of an input.
 
     Attributes:
         group: The group that owns the pool and the stream.
         index: Index of the lane in its runner.
         chain: The order of steps that must not overlap; None for a single lane.
-        tick: Number of steps so far, including eager steps; the last use of a graph is stored as a
-            tick.
+        tick: Number of steps so far, including eager steps. A graph stores the tick of its last
+            use.
         handle: Raw handle of the stream that ran the last step; None before the first step.
         stream_argument: ``handle`` as an argument of driver calls.
         last_stream: The stream that ran the last step; None before the first step.
@@ -226,7 +226,7 @@ class Lane:
 
     @property
     def pacer(self) -> Pacer | None:
-        """The pacer of this thread's background capture; None if steps may not run during it."""
+        """The pacer of this thread's background capture if steps may run during it, or None."""
         pacer = self.group.turns.pacer
         return pacer if pacer is not None and pacer.allows_turns else None
 
@@ -252,7 +252,8 @@ class Lane:
     def resume_capture(self, pacer: Pacer) -> None:
         """Wait for the steps of other threads, then resume the capture.
 
-        The wait is not part of the pause, because the next step would also wait for these steps.
+        The pacer does not count this wait as a delay of steps, because the next step would have to
+        wait for the same steps anyway.
         """
         self.order()
         self.backend.current_stream().synchronize()
@@ -301,7 +302,7 @@ class Lane:
         self.between.clear()
 
     def measuring(self, part: str) -> AbstractContextManager[None]:
-        """Return a context that adds new driver memory to a ``part`` of the memory account."""
+        """Return a context that counts new driver memory in a ``part`` of the memory account."""
         memory = self.group.memory
         return nullcontext() if memory is None else memory.measuring(self.backend, part)
 

@@ -39,8 +39,8 @@ class PackedRunner:
             later steps would overwrite views.
         packer: The packer, which groups the items of a call into steps.
         items: Name of the axis that counts items.
-        results: Whether a row of an output belongs to a ``token`` or to an ``item``: one value for
-            all outputs, or a sequence with a value for each output.
+        results: Whether a row of an output belongs to a token (``"token"``) or to an item
+            (``"item"``): one value for all outputs, or a sequence with a value for each output.
 
     Raises:
         ConfigError: The runner is not a GraphRunner (a RankedRunner is not supported), does not
@@ -119,9 +119,9 @@ class PackedRunner:
         """Run the step on all items; return the results of each item, in order.
 
         Args:
-            inputs: For each input with tokens as rows, a sequence with one tensor per item, whose
-                dimension 0 is the length of the item. For each input with items as rows, a sequence
-                with one value per item. Computed inputs are not passed.
+            inputs: For each input with tokens as rows, a sequence with one tensor per item.
+                Dimension 0 of a tensor has the length of the item. For each input with items as
+                rows, a sequence with one value per item. Omit computed inputs.
 
         Returns:
             The results of each item, in the structure that the step returns.

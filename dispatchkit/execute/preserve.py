@@ -13,11 +13,11 @@ from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
 
 @contextmanager
 def preserved_state(runner: GraphRunner) -> Iterator[None]:
-    """Restore the state that steps change inside a ``with`` block.
+    """Restore, after a ``with`` block, the state that steps change inside it.
 
     This includes declared state (a KV cache, for example), other memory that the captured graphs
-    of the first lane keep alive, and random generators. Entering the block synchronizes with the
-    device.
+    of the first lane keep alive, and random generators. On exit, the context manager waits for the
+    device before it restores the state. If the block raises, it does not wait.
 
     Args:
         runner: The runner whose steps run in the block. Writes to undeclared memory are undone only

@@ -345,7 +345,7 @@ def test_bad_setting(make_runner, value):
     ("plant", "says"),
     [
         (baked_scalar, "4 of 8 elements of .*state .* factor changed from 2.0 to 5.0"),
-        (baked_branch, "1 of 1 element of .*state .*: 4 in the replay, 6 in eager"),
+        (baked_branch, "1 of 1 element of .*state .*: 4 in the replay, 6 in the eager run"),
         (freed_memory, "4 of 8 elements of .*state .* table moved"),
     ],
 )

@@ -1,14 +1,14 @@
 """Choose, before a capture, how inputs reach the graph.
 
-If the backend supports copy nodes, a graph with small inputs begins with one. A call then only sets
-the parameters of the node, and the launch copies the rows of small inputs and fills the padding
-rows of the bucket. The node reads the caller's tensors in stream order on the caller's stream, like
-a copy before the launch.
+If the backend supports copy nodes, a graph with small inputs begins with a copy node. A call then
+only sets the parameters of the node. When the graph is launched, the node copies the rows of small
+inputs and fills the padding rows of the bucket. The node runs on the caller's stream, so it reads
+the caller's tensors in stream order, like a copy before the launch.
 
-The node copies either all host inputs of a graph or none of them. Calls write host inputs to the
-node's own data. The backend reads this data when the node is set, so the next call can write
-without waiting. If the host inputs do not fit into the node, the graph copies them from pinned
-memory (see ``staging``).
+The node copies either all host inputs of a graph or none of them. A call writes the host inputs to
+the node's own host buffer. The backend reads this buffer when the call sets the node's parameters,
+so the next call can write to it without waiting. If the host inputs do not fit into the node, the
+graph copies them from pinned memory (see ``staging``).
 
 Other inputs are copied before the launch, for example large inputs, inputs batched along a
 dimension other than the first, and tensors whose memory cannot be read directly.
@@ -29,14 +29,15 @@ from dispatchkit.execute.io.staging import StagingBuffers
 
 _logger = logging.getLogger(__name__)
 
-#: Largest device input that a node copies, in bytes at the bucket of the graph. For larger inputs,
-#: device time matters more than host time, and torch's copy kernel is faster.
+#: Size in bytes, at the bucket of the graph, of the largest device input that a node copies. For
+#: larger inputs, device time matters more than host time, and torch's copy kernel is faster.
 MAX_BYTES = 256 << 10
 #: Maximum number of inputs of one node.
 MAX_INPUTS = 16
 #: Largest element size that a node copies, in bytes; also the period of its fill pattern.
 FILL_BYTES = 8
-# Alignment in bytes of host inputs in the node's data, required by the widest load instruction.
+# Alignment in bytes of host inputs in the node's host buffer, required by the widest load
+# instruction.
 _ALIGNMENT = 16
 
 
@@ -47,12 +48,12 @@ class InputPath:
     Attributes:
         buffers: Buffers that the graph reads.
         bucket: Number of rows that the graph reads.
-        source: Buffers that in-place steps write. They differ from ``buffers`` only if the graph
-            was captured outside the runner.
+        source: Buffers to which callers write the rows of in-place steps. They differ from
+            ``buffers`` only if the graph was captured outside the runner.
         node: Copy node at the beginning of the graph, or None.
         device_inputs: Indices of the device inputs that the node copies.
-        host_offsets: Offset of each host input in the node's data. Empty if the node copies no
-            host inputs.
+        host_offsets: Offset of each host input in the node's host buffer. Empty if the node
+            copies no host inputs.
         why_copied: Why there is no copy node; empty if there is one.
         staging: Pinned memory that the graph copies host inputs from, or None.
         why_staged: Why ``staging`` is used.
@@ -74,7 +75,7 @@ class InputPath:
 
     @property
     def is_external(self) -> bool:
-        """Whether the graph was captured outside the runner and reads buffers of its own."""
+        """Whether the graph was captured outside the runner and reads its own buffers."""
         return self.buffers is not self.source
 
     def record(self, stream: int) -> None:
@@ -89,7 +90,7 @@ class InputPath:
             self.staging.queue_copy(self.bucket)
 
     def attach(self, graph: CapturedGraph) -> None:
-        """Attach the node to the captured graph; drop the node if it is not in the graph."""
+        """Find the node in the captured graph; if the graph does not contain it, drop the node."""
         if self.node is not None:
             self.why_copied = self.node.attach(graph)
             if self.why_copied:
@@ -118,7 +119,7 @@ class InputPath:
         if not self.node_problem:
             self.node_problem = f"the copy node failed with CUDA error {code}"
             _logger.warning(
-                "Inputs of a graph are copied by torch from now on, which is slower: %s.",
+                "From now on, torch copies the inputs of a graph, which is slower: %s.",
                 self.node_problem,
             )
 
@@ -141,7 +142,7 @@ def copied_path(
         buffers: Buffers that the graphs read.
         bucket: Number of rows that the graphs read.
         why: Why there is no copy node.
-        source: Buffers that in-place steps write; by default ``buffers``.
+        source: Buffers to which callers write the rows of in-place steps; by default ``buffers``.
     """
     return InputPath(
         buffers=buffers,
@@ -203,7 +204,10 @@ def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> In
 def _offsets(
     host: Sequence[int], sizes: Mapping[int, int], room: int
 ) -> tuple[dict[int, int], str]:
-    """Return the offsets of host inputs in a node's data, and the reason if they do not fit."""
+    """Return the offsets of host inputs in a node's host buffer, and a reason.
+
+    The reason says why the inputs do not fit; it is empty if they fit.
+    """
     if len(host) > room:
         return {}, (
             f"the copy node has room for {counted(max(room, 0), 'host input')}, but the graph has "

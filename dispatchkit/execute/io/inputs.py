@@ -24,8 +24,8 @@ from dispatchkit.keys.checks import check_instance
 # Maximum number of batch sizes whose expected properties are cached.
 MAX_KEPT_SIZES = 4096
 _ARRAY_FACTS = attrgetter("shape", "dtype")
-# Number of times that fast checks may be replaced before they are abandoned. Calls can differ in
-# properties that only the fast check compares, and a new check for each call would be expensive.
+# Number of times that fast checks may be replaced before the set stops using them. Calls can differ
+# in properties that only the fast check compares, and a new check for each call would be expensive.
 _MAX_REPLACED = 64
 # Compares all metadata of several tensors in one call, five times as fast as reading the properties
 # one by one. It is an undocumented part of torch.compile. If it is missing or returns False, the
@@ -89,8 +89,8 @@ class InputSet:
         self.on_device: tuple[int, ...] = tuple(
             index for index, spec in enumerate(self) if not spec.host
         )
-        # Reader of the properties that are compared with the required ones. With a single visible
-        # GPU, it reads ``is_cuda`` instead of ``device``, which would create an object.
+        # Reads the properties of a tensor that the check compares. With a single visible GPU, it
+        # reads ``is_cuda``, because reading ``device`` would create an object.
         is_only = device.type == "cuda" and torch.cuda.device_count() == 1
         self._device_fact: Any = True if is_only else device
         self._facts: Any = attrgetter(
@@ -148,10 +148,11 @@ class InputSet:
     def check(self) -> Callable[[Any], tuple[int, bool]]:
         """The function that validates the values of a call.
 
-        It returns the number of rows, and whether a copy node is known to be able to read all
-        inputs directly (contiguous tensors, without lazy conjugation or negation, autocast off). It
-        raises InputError if a value is not a tensor, requires a gradient, or has the wrong dtype,
-        device or shape. Host inputs must have been converted to arrays (see ``host_arrays``).
+        It returns the number of rows, and True if a copy node can certainly read all inputs
+        directly: the tensors are contiguous, without lazy conjugation or negation, and autocast is
+        off. It raises InputError if a value is not a tensor, requires a gradient while gradients
+        are enabled, or has the wrong dtype, device or shape. Host inputs must have been converted
+        to arrays (see ``to_arrays``).
         """
         if not self.host and TensorGuards is not None:
             return self._check_tensors
@@ -177,7 +178,7 @@ class InputSet:
         return rows, False
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
-        """Store two fast checks for this size: for contiguous tensors, and for any strides."""
+        """Store two fast checks for this size: one for contiguous tensors, one for any strides."""
         if self._num_replaced >= _MAX_REPLACED:
             self._quick.clear()
             return
@@ -249,7 +250,7 @@ class InputSet:
         return values if made is None else made
 
     def part(self, values: Sequence[Any], start: int, num_rows: int) -> list[Any]:
-        """Return views of some rows of a validated call."""
+        """Return the values of a validated call, with views of some rows of batched inputs."""
         found = list(values)
         for index, dim in self.batched:
             value = found[index]

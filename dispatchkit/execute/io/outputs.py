@@ -3,9 +3,9 @@
 The batch dimension of an output is declared with ``output_batch_dims`` or measured by running the
 step at two sizes. The dimension whose size equals the number of rows in both runs is the batch
 dimension. A single run would not be enough, because another dimension may happen to have the same
-size. An output is *open* if two dimensions may be the batch dimension, or if the size of another
-dimension or the number of dimensions changes. Open outputs cannot be cut, so the graph serves only
-batches that fill its bucket.
+size. An output is *open* if two dimensions may be the batch dimension, or if the number of
+dimensions or the size of another dimension differs between the two runs. Open outputs cannot be
+cut, so the graph serves only batches that fill its bucket.
 
 The graphs of a lane can share output memory, because a lane runs one step at a time.
 """
@@ -44,7 +44,7 @@ class LeafLayout:
         kind: One of ``tensor``, ``open`` (a tensor that cannot be cut), ``value`` (a Python value
             that may depend on the number of rows), ``rows`` (the number of rows, as declared),
             ``constant`` (a Python value that is the same at all sizes) and ``kept`` (part of an
-            object that the step keeps).
+            object that the step keeps and returns every time).
         shape: Shape of a ``tensor``, with None as the batch dimension if it has one.
         dtype: Data type of a tensor.
         value: The Python value of a ``constant``, or an example of a ``value``.
@@ -122,7 +122,7 @@ class OutputLayout:
         return not self.mismatch(*flatten(outputs), size)
 
     def mismatch(self, leaves: Sequence[Any], structure: Structure, size: int) -> str:
-        """Describe the first difference of flattened outputs from this layout.
+        """Describe the first difference between flattened outputs and this layout.
 
         Args:
             leaves: Leaves computed on ``size`` rows.
@@ -177,7 +177,8 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
     """Derive the output layout from outputs computed at two sizes.
 
     Raises:
-        CaptureError: The two outputs have no common layout; reason ``output_layout``.
+        CaptureError: The outputs differ in structure or type, or contain a tensor subclass; the
+            reason is ``output_layout``.
     """
     leaves, structure = flatten(first)
     others, other_structure = flatten(second)
@@ -238,7 +239,8 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
     Args:
         outputs: Outputs of the step.
         size: Number of rows that the outputs were computed on.
-        batch_dims: An index or None for all outputs, or a structure with an entry per output.
+        batch_dims: Value of ``output_batch_dims``: an index or None for all outputs, or a structure
+            with one entry per output.
 
     Raises:
         CaptureError: The declaration does not match the outputs; reason ``output_layout``.
@@ -301,8 +303,9 @@ def check_batch_dims(value: Any, *, may_derive: bool = False) -> None:
 class SharedMemory:
     """Output memory shared by the graphs of a lane, with one block per output slot.
 
-    If the largest graph is captured first, smaller graphs fit into its blocks. If a later graph
-    needs a larger block, the slot gets a new block, and earlier graphs keep the old block alive.
+    If the largest graph is captured first, the outputs of smaller graphs fit into its blocks. If a
+    later graph needs a larger block, the slot gets a new block, and earlier graphs keep the old
+    block alive.
 
     Args:
         device: Device of the memory.
@@ -376,7 +379,8 @@ def cut(
         layout: Layout of the leaves.
         leaves: Leaves computed at the bucket of the graph.
         num_rows: Number of real rows.
-        values: Python values measured at this number of rows, by leaf index; they replace leaves.
+        values: Python values measured at this number of rows, by index of the leaf that each one
+            replaces.
 
     Raises:
         CaptureError: A leaf has fewer rows than the call; reason ``output_layout``.

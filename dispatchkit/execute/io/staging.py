@@ -4,19 +4,19 @@ Graphs use them if their host inputs do not fit into a copy node (see ``input_pa
 are split into pieces always use them.
 
 The pinned memory is one block with a region for each host input. A call writes its rows into the
-block in a fraction of a microsecond, and the graph begins by copying the block to the device; in
-split steps, the copy precedes the first piece. A small block is copied whole, because each
-additional copy costs more time, on host and device, than copying fewer bytes saves.
+block in a fraction of a microsecond, and the graph begins by copying the block to the device. If
+the step is split into pieces, the copy precedes the first piece. A small block is copied whole,
+because each additional copy costs more time, on host and device, than copying fewer bytes saves.
 
 The next call must not overwrite the block before the copy has run. An event recorded after the step
-shows when the copy has run. Querying the event takes a quarter of a microsecond. If the previous
-step is still running, the call waits for it. Unless other work is queued, the device is then idle
-from the end of that step to the next launch.
+shows when this is safe. Querying the event takes a quarter of a microsecond. If the previous step
+is still running, the call waits for it. Unless other work is queued, the device is then idle from
+the end of that step to the next launch.
 
-Measured on one H200 (torch 2.11) with inputs of 512 rows: one copy adds nothing to a launch of
-3.2 us, 3 copies add 2.5 us, and 8 copies add 8.6 us. Instead of an event, the graph could copy a
-flag to the host after its inputs. The flag made steps 10 us slower on the device. In one run, the
-host read the flag too early, and 5 of 100 steps were wrong.
+Measured on one H200 (torch 2.11) with inputs of 512 rows, one copy adds nothing to a launch of
+3.2 us, 3 copies add 2.5 us, and 8 copies add 8.6 us. Instead of recording an event, the graph could
+copy a flag to the host after its inputs. In a test, the flag made steps 10 us slower on the device.
+In one run, the host read the flag too early, and 5 of 100 steps were wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIGNMENT = 256
 
 
 class StagingBuffers:
-    """Pinned memory for the host inputs of a lane, and its copy on the device.
+    """Pinned memory for the host inputs of a lane, and the device memory that it is copied to.
 
     Args:
         specs: Host inputs by name.

@@ -60,7 +60,7 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
         if size is not None and not (isinstance(size, str) and _OF_AXIS.fullmatch(size))
     ]
     are_sizes = all((number := whole_number(size)) is not None and number >= 0 for size in sizes)
-    # A string is more likely a misplaced argument, such as a name, than an axis.
+    # A bare string is more likely a misplaced argument, such as a name, than a single axis.
     if isinstance(value, str) or not are_sizes or shape.count(None) > 1:
         raise ConfigError(
             "shape",

@@ -33,9 +33,9 @@ class Transport(Protocol):
 
     Attributes:
         buffers: Static input buffers of the graph.
-        overlapping: Indices of the inputs whose values may be in the buffers themselves, so that
-            ``load`` could overwrite a value before reading it. Host inputs are included only if
-            they are written to pinned memory.
+        overlapping: Indices of the inputs whose values may be views of the buffers. ``load`` could
+            overwrite such a value before reading it. Host inputs are included only if they are
+            written to pinned memory.
     """
 
     buffers: InputBuffers
@@ -64,8 +64,8 @@ class Transport(Protocol):
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
     """Return the transport that copies batches of ``num_rows`` rows into a graph."""
-    # Even after a failure of the node, because only this transport stops the node. Otherwise, a
-    # launch would copy inputs of an earlier call.
+    # Use this transport even if the node has failed. No other transport disables the node, and an
+    # enabled node would copy inputs of an earlier call.
     if path.node is not None:
         return NodeTransport(path, path.node, num_rows)
     return _without_node(path, num_rows)
@@ -93,7 +93,7 @@ class CopyTransport:
         num_rows: Number of rows in each batch.
         bucket: Number of rows that the graph reads.
         indices: Indices of the inputs to copy; by default all.
-        source: Buffers that in-place steps write; by default ``buffers``.
+        source: Buffers to which callers write the rows of in-place steps; by default ``buffers``.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class CopyTransport:
             buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
-        """Fill the padding rows; first copy rows that the caller wrote to other memory."""
+        """Copy rows that the caller wrote to other memory, if any, and fill the padding rows."""
         buffers, num_rows = self.buffers, self.num_rows
         if self._source is not None:
             self.load(self._source.copies(num_rows), readable=True)
@@ -160,7 +160,7 @@ class CopyTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows, without recording which are filled."""
+        """Copy a batch and optionally fill the padding rows; do not mark the rows as filled."""
         if self._moves_host:
             values = self.buffers.inputs.to_tensors(values)
         if not fill:
@@ -171,7 +171,7 @@ class CopyTransport:
             _copy([*targets, *stale], [*pick(values), *fills])
 
     def fill(self) -> None:
-        """Fill the padding rows, without recording which are filled."""
+        """Fill the padding rows; do not mark them as filled."""
         for stale, fills in self._tails():
             if stale:
                 _copy(stale, fills)
@@ -255,7 +255,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows, without recording which are filled."""
+        """Copy a batch and optionally fill the padding rows; do not mark the rows as filled."""
         self._staging.wait()
         for index, rows in self._rows:
             rows[...] = values[index]
@@ -265,7 +265,7 @@ class StagedTransport:
             self._device.copy(values, fill=fill)
 
     def fill(self) -> None:
-        """Fill the padding rows, without recording which are filled."""
+        """Fill the padding rows; do not mark them as filled."""
         self._staging.wait()
         self._fill_pinned()
         if self._device is not None:
@@ -353,7 +353,7 @@ class NodeTransport:
             path.stop_node()
 
     def load_in_place(self) -> None:
-        """Set the node to copy the host inputs, if any, in the next launch; fill the padding rows.
+        """Fill the padding rows, and set the node to copy host inputs, if any, in the next launch.
 
         Raises:
             ReplayError: The node cannot be disabled.
@@ -399,12 +399,13 @@ class NodeTransport:
     def _fill_all(self) -> None:
         """Fill the padding rows of all inputs, on the device and in pinned memory."""
         if self._filler is None:
-            staging = cast(StagingBuffers, self.buffers.staging)  # set if there are host inputs
+            # Not None, because there are host inputs.
+            staging = cast(StagingBuffers, self.buffers.staging)
             self._filler = StagedTransport(self.buffers, staging, self.num_rows, self.bucket)
         self._filler.load_in_place()
 
     def _data_rows(self, node: CopyNode, index: int, offset: int) -> Any:
-        """Return an array over the rows of a host input in the node's data."""
+        """Return a view of a host input's rows in the node's host buffer."""
         spec = self.buffers.inputs.specs[self.buffers.inputs.names[index]]
         shape, dtype = tuple(spec.sized(self.num_rows)), array_dtype(spec.dtype)
         return numpy_module().ndarray(shape, dtype, node.data, offset)
@@ -442,7 +443,7 @@ class NodeTransport:
 
 
 def _picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function that selects the values at some indices as a tuple."""
+    """Return a function that returns the values at some indices as a tuple."""
     if len(group) == 1:
         index = group[0]
         return lambda values: (values[index],)

@@ -94,16 +94,17 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 
 
 def _why_not_shared(work: Workload, number: int) -> str:
-    """Return why lanes need a pool of their own; empty if they may share one with other runners.
+    """Return why the lanes cannot share a pool with other runners; empty if they can.
 
     In a shared pool, steps of these lanes could overlap with steps of another runner, results could
-    be overwritten before they are read, or ``max_bytes`` would also limit the graphs of others.
+    be overwritten before they are read, or this runner's ``max_bytes`` would also limit the graphs
+    of other runners.
     """
     options = work.spec.options
     if number > 1:
         return "the runner has several lanes"
     if work.step.can_split:
-        return "the step can run in PIECEWISE mode"  # its eager parts may call another runner
+        return "the step can run in PIECEWISE mode"  # its eager pieces may call another runner
     if work.spec.outputs == "view" and not options.buffers.share_outputs:
         return "outputs are views of the pool"
     if options.memory.max_bytes is not None:

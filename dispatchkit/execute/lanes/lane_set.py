@@ -7,9 +7,10 @@ time, under one lock, and the device runs them concurrently.
 Results are new tensors, or views of the lane's memory. A future raises instead of returning a view
 that a later step of the lane may have overwritten.
 
-Events order the streams: the lane waits for the work queued on the caller's stream at submission,
-and a stream that waits for a future waits for its step. Inputs are copied on the lane's stream, so
-the caller's stream does not wait. They are kept alive until the step has finished.
+Events order the streams. At submission, the lane's stream waits for the work already queued on the
+caller's stream. ``StepFuture.wait`` makes another stream wait for the step. Inputs are copied on
+the lane's stream, so the caller's stream does not wait. The inputs are kept alive until the step
+has finished.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class StepFuture:
         """Make later work on a stream wait for the step, without blocking the host.
 
         Args:
-            stream: A stream of torch or of the backend; by default the current stream.
+            stream: A torch stream, or a stream of the backend; by default the current stream.
         """
         if stream is not None and not isinstance(getattr(stream, "handle", None), int):
             from dispatchkit.backends.cuda.streams import CudaStream
@@ -120,7 +121,7 @@ class StepFuture:
         return self._result
 
     def _record_stream(self, stream: Any) -> None:
-        """Record with the allocator which stream reads the result."""
+        """Make torch's allocator record that a stream reads the result."""
         raw: Any = None if stream is None else stream.raw
         for leaf in leaves_of(self._result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
@@ -173,8 +174,8 @@ class LaneCost:
 class InFlight:
     """A step in flight with its inputs, shared by a lane and a future.
 
-    The event is reused when neither the lane nor the future references this object, because
-    creating and destroying events takes longer than recording them.
+    Creating and destroying events takes longer than recording them. The event is therefore reused
+    once neither the lane nor the future references this object.
 
     Args:
         done: Event recorded after the step.
@@ -210,7 +211,7 @@ class LaneQueue:
         self.memory: weakref.ref[Lane] | None = weakref.ref(executor.lane) if is_view else None
         self.handle: int = self.stream.handle
         self.is_on_cuda: bool = executor.work.inputs.device.type == "cuda"
-        # Recorded on the caller's stream; the lane waits for it.
+        # Event that is recorded on the caller's stream, and that the lane's stream waits for.
         self.arrived: Event = executor.work.backend.new_event()
         self._unused: list[Event] = []
         self._registry = executor.registry
@@ -254,8 +255,8 @@ class LaneQueue:
         """Add a step just launched on the lane's stream, and return its record."""
         done = self._unused.pop() if self._unused else self.executor.work.backend.new_event()
         done.record(self.stream)
-        # Checking two earlier steps per submission eventually releases every step, and no
-        # submission takes long.
+        # Check only two earlier steps, so that no submission takes long. Every finished step is
+        # eventually released, because a submission adds only one step.
         self.reap(2)
         step = InFlight(done, num_tokens, tensors, self._unused)
         self._in_flight.append(step)
@@ -340,8 +341,8 @@ class LaneSet(Sequence[Executor]):
         # The default stream, handle 0, is never captured.
         if caller and self._is_capturing():
             raise ReplayError(
-                "submit() was called inside a capture, which cannot contain a step on a stream of "
-                "a lane. Call the runner instead, or call submit() outside the capture."
+                "submit() was called inside a capture, which cannot contain a step on a lane's "
+                "stream. Call the runner instead, or call submit() outside the capture."
             )
         batch = (num_tokens, num_reqs, uniform, loras, ceiling)
         with self._lock:
@@ -372,8 +373,9 @@ class LaneSet(Sequence[Executor]):
     def costs(self) -> tuple[LaneCost, ...]:
         """Return the memory that the lanes are expected to use, without capturing graphs.
 
-        The largest graph of each lane is rehearsed, or only warmed up if the backend does not
-        support rehearsals. Smaller graphs reuse its memory.
+        The method measures the memory of the largest graph of each lane, and assumes that smaller
+        graphs reuse this memory. If the backend cannot measure a capture in advance, the memory of
+        a warmup is used.
         """
         with self._lock:
             first, number = self._first, len(self)
@@ -439,7 +441,7 @@ class LaneSet(Sequence[Executor]):
         """Launch a validated step on a lane, and return its future; the caller holds the lock."""
         executor, stream = queue.executor, queue.stream
         if self._turns.is_under_way:
-            self._turns.wait()  # a capture is using the stream of the lane
+            self._turns.wait()  # a background capture is using the lane's stream
         if caller != queue.handle:
             if self._caller is None or self._caller[0] != caller:
                 self._caller = (caller, self._backend.current_stream())

@@ -1,9 +1,9 @@
 """Swapper: change policy, options, sizes or limits while serving.
 
-A swap has three stages, and a failure before the last one changes nothing. First, the request is
-validated and tried. Second, new graphs are captured in advance, one at a time between steps, and
-hidden from the policy in force. Last, between two steps, the new policy is installed with an empty
-table, and keys that only the old policy used are removed.
+A swap has three stages, and a failure before the last stage changes nothing. First, the request is
+validated, and the new policy is tried without installing it. Second, new graphs are captured in
+advance, one at a time between steps, and hidden from the policy in force. Last, between two steps,
+the new policy is installed with an empty table, and keys that only the old policy used are removed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import KeyState
 
-# Number of rounds of captures before the swap fails. A capture may release earlier graphs, if
-# weights were replaced or a byte budget is exceeded.
+# Number of rounds of captures before the swap fails. If weights were replaced or a byte budget is
+# exceeded, a capture may release graphs of the same round, which are captured again in the next.
 _MAX_ROUNDS = 3
 
 
@@ -45,10 +45,11 @@ class SwapReport:
         policy: Name of the policy in force.
         previous: Name of the previous policy.
         added: Keys that the swap added.
-        captured: Added keys that have a graph.
+        captured: Added keys that had a graph when the swap ended.
         removed: Keys that were removed together with their graphs.
         seconds: Duration of the swap, in seconds.
-        paused_s: Seconds during which no step could run, excluding captures.
+        paused_s: Duration in seconds of the last stage, during which no step could run. Captures
+            are not included.
         num_bytes: Bytes of all graphs after the swap.
     """
 
@@ -203,7 +204,7 @@ class Swapper:
         try:
             if ahead:
                 self._capture_all_of(new, proposal)
-            # The outcomes so far belong to the old policy.
+            # Pass the outcomes so far to the old policy.
             executor.timings.drain()
         except BaseException:
             with self._lock:
@@ -250,7 +251,7 @@ class Swapper:
     # -- installation -------------------------------------------------------------------
 
     def _switch(self, change: Change) -> list[GraphKey]:
-        """Install a change, and return the removed keys; the caller holds the lock of steps."""
+        """Install a change, and return the removed keys; the caller holds the steps' lock."""
         executor = self._executor
         removed: list[GraphKey] = []
         if change.proposal is not None:

@@ -1,4 +1,4 @@
-"""SwapRequests: validate and try the settings of a swap."""
+"""SwapRequests: validate the settings of a swap, and try the new policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
 
-#: Default of each limit, with which a swap keeps the current limit. None removes the limit.
+#: Default value of each limit: the swap keeps the current limit. None would remove the limit.
 UNCHANGED: Final[Any] = object()
 
 
@@ -106,7 +106,7 @@ class SwapRequests:
         asked: DispatchConfig,
         budget: MemoryOptions,
     ) -> Change:
-        """Validate and try a change, and return it without applying it.
+        """Validate a change and try its policy; return the change without applying it.
 
         Raises:
             ConfigError, UnknownNameError, PolicyError: As in ``Swapper.swap``.
@@ -151,7 +151,7 @@ class SwapRequests:
         return Change(mode_reasons=reasons, proposal=proposal, budget=budget, spec=spec)
 
     def config(self, config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
-        """Return the requested configuration, given as a whole or as single settings.
+        """Return the configuration requested as a whole or by single settings.
 
         Raises:
             ConfigError: The configuration is invalid or does not match the runner's inputs.

@@ -19,7 +19,7 @@ Dispatch = Callable[..., Decision]
 
 
 class StepWatcher(Protocol):
-    """An object that is called when each step begins and ends, on the thread of the step."""
+    """An object that is called when a step begins and ends, on the thread that runs the step."""
 
     def enter(self, decision: Decision, lane: int) -> None:
         """Begin a step; ``lane`` is the index of its lane."""
@@ -31,7 +31,7 @@ class StepWatcher(Protocol):
 class StepTaps:
     """The recorder, listener and watcher of a runner's steps.
 
-    Steps call ``decide`` of their executor. The taps replace it with wrappers of
+    Each step calls ``decide`` of its executor. The taps replace this function with wrappers of
     ``Dispatcher.dispatch``.
 
     Args:
@@ -49,7 +49,7 @@ class StepTaps:
         self.watcher: StepWatcher | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record the arguments of each step; replace an earlier recording.
+        """Start recording the arguments of each step, replacing an earlier recording.
 
         See ``GraphRunner.start_recording``.
         """
@@ -90,7 +90,7 @@ class StepTaps:
                 step.
 
         Raises:
-            ConfigError: The watcher is a class, or has no method ``enter`` or ``leave``.
+            ConfigError: The watcher is a class, or lacks the method ``enter`` or ``leave``.
         """
         if watcher is not None:
             allowed = "an object with the methods enter() and leave(), or None"
@@ -107,7 +107,7 @@ class StepTaps:
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Return the decision for a step that runs later, and record it.
+        """Return the decision for a step that will run later, and record the step.
 
         The watcher is not called, because the step has not begun.
         """

@@ -11,7 +11,7 @@ _MIB = 1 << 20
 
 @attrs.frozen
 class PoolAccount:
-    """The account of one pool.
+    """The memory account of one pool.
 
     Attributes:
         name: Name of the pool's group.
@@ -28,7 +28,7 @@ class PoolAccount:
 
 @attrs.frozen(kw_only=True)
 class MemoryAccount:
-    """The account of one device: memory of graphs, and other memory taken since counting began.
+    """The memory account of one device: graphs, and other memory taken since counting began.
 
     Counting begins when a ``GraphMemory`` first uses the device. All sizes are in bytes.
 
@@ -49,7 +49,7 @@ class MemoryAccount:
         unexplained_bytes: Remaining memory, allocated by the driver at other times or by other
             processes. Negative if memory allocated before counting began was freed.
         is_metered: Whether the backend reports the device memory in use. If not, the five sizes
-            from ``workspace_bytes`` on are 0 and add nothing to the budget.
+            from ``workspace_bytes`` to ``unexplained_bytes`` are 0.
     """
 
     device: str
@@ -71,7 +71,7 @@ class MemoryAccount:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that the budget limits: pools, outputs, static inputs, workspaces, driver."""
+        """The memory that counts toward the budget, in bytes."""
         return (
             self.pool_bytes
             + self.output_bytes

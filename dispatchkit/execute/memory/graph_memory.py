@@ -188,8 +188,8 @@ class GraphMemory:
     def expected_bytes(self, group: PoolGroup) -> int:
         """Return the driver memory in bytes that a capture may need.
 
-        The result is the largest amount that an earlier capture on the group's device needed,
-        because the driver allocates memory in blocks, and not every capture needs a new block.
+        The driver allocates memory in blocks, and not every capture needs a new block. The result
+        is therefore the largest amount that an earlier capture on the group's device needed.
         """
         return self._devices[group.backend.torch_device].driver_step
 
@@ -366,10 +366,10 @@ class MemoryGroup:
 
     @classmethod
     def of(cls, given: Any) -> MemoryGroup | None:
-        """Return a group unchanged, or the default group of a memory.
+        """Return a group or None unchanged, or the default group of a memory.
 
         Raises:
-            ConfigError: ``given`` is neither a group nor a memory.
+            ConfigError: ``given`` is not a group, a memory or None.
         """
         if given is None or isinstance(given, MemoryGroup):
             return given
@@ -387,9 +387,9 @@ class MemoryGroup:
 def _clear_if_free(group: PoolGroup) -> bool:
     """Evict all graphs of a pool and return True, or return False if its lanes are in use.
 
-    The function does not wait for a step or a background capture of these lanes, because its thread
-    may be waiting for this thread. The lock is released even if a signal handler raises between any
-    two instructions.
+    The function does not wait for a step or a background capture of these lanes, because the thread
+    that runs it may be waiting for the calling thread. The lock is released even if a signal
+    handler raises between any two instructions.
     """
     lock = group.lock
     try:
@@ -452,7 +452,7 @@ class _Device:
             self.library_bytes = max(0, self.library_bytes + num_bytes)
 
     def reconcile(self) -> None:
-        """Subtract memory that the driver has since freed, such as that of deleted runners."""
+        """Subtract memory that the driver has since freed, such as memory of deleted runners."""
         gone = self.outside() - self.start.used_bytes + self.start.reserved_bytes
         self.driver_bytes -= min(
             self.driver_bytes, max(0, self.driver_bytes + self.library_bytes - gone)

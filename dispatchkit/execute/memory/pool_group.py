@@ -7,8 +7,8 @@ conditions:
 - Steps never overlap. The host launches them under one lock, and a step on another stream waits for
   the stream of the previous step (``order``).
 - No result is read from the pool after the next step has begun. Results are copied out immediately,
-  or are in memory of the lane (``io.outputs``). The code that adds lanes to a group ensures this;
-  see ``lanes.build``.
+  or are in the output memory of the lane (``io.outputs``). The code that adds lanes to a group
+  ensures this; see ``lanes.build``.
 
 The lanes of a group also share the stream for captures, because torch reuses freed memory of a pool
 only on the same stream.
@@ -50,7 +50,7 @@ class SharedBudget(Protocol):
         ...
 
     def evict_idle_group(self, keep: PoolGroup) -> bool:
-        """Evict all graphs of the pool that has been idle longest; return whether one was found."""
+        """Evict all graphs of the pool that has been idle longest; return whether there was one."""
         ...
 
     def measuring(self, backend: GraphBackend, part: str) -> AbstractContextManager[None]:
@@ -142,8 +142,7 @@ class PoolGroup:
         last_stream: Stream of the last step of any lane.
         idle_since: Number of the last check that found new steps (see ``record_use``).
         is_asleep: Whether the memory is temporarily released and must not be used.
-        is_limited: Whether a budget in bytes applies, so that unused memory must be freed
-            immediately.
+        is_limited: Whether a budget in bytes applies. If so, unused memory is freed immediately.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class PoolGroup:
         self.check_awake()
         current = self.backend.current_stream()
         if self.last_stream is not None:
-            # Also waits for queued work on the old stream that reads views of outputs.
+            # This also waits for queued work on the old stream that reads views of outputs.
             current.wait_stream(self.last_stream)
         self.last_stream = current
         for other in tuple(self._lanes):
@@ -212,7 +211,7 @@ class PoolGroup:
         return current
 
     def use_priority(self, priority: int) -> None:
-        """Replace the group's stream by one with a priority; must precede the first capture.
+        """Replace the group's stream with one that has a priority; call before the first capture.
 
         Raises:
             ConfigError: The device has no more streams, or the backend does not support priorities.

@@ -1,14 +1,14 @@
 """Turns: let steps of other threads run during a background capture.
 
 Steps and captures hold the lock of their pool's group, so a step usually waits for a whole capture.
-A background capture releases the lock between its phases (warmup, capture, the replays of a proof),
-while the driver ends and instantiates the graph, and, if requested, between operators. This is safe
-if steps neither read nor write the memory that the capture uses or restores; see
-``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
+A background capture releases the lock between its phases (warmup, capture, and each replay that
+checks the effect of padding). It also releases the lock while the driver instantiates the graph
+and, if requested, between operators. This is safe if the runs of the capture do not affect steps;
+see ``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
 finishes before a step may run, and the next phase waits for that step.
 
-Steps neither capture nor evict on the device of a background capture. A step that did so would
-cause a deadlock: it would wait for the capture while holding the lock that the capture needs.
+During a background capture, steps on the same device neither capture nor evict. A step that did so
+would cause a deadlock: it would wait for the capture while holding the lock that the capture needs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class LongPause:
         part: Phase of the capture.
         us: Length of the pause in microseconds.
         operators: First and last operator in the pause, if steps may run between operators.
-        is_free: Whether the lock was released, so that only the driver may have delayed launches.
+        is_free: Whether the lock was free during the pause. In that case, only the driver may have
+            delayed launches.
     """
 
     key: str
@@ -121,9 +122,9 @@ class Turns:
             self._changed.wait()
 
     def run(self, pacer: Pacer, capture: Callable[[], _T]) -> _T:
-        """Run a capture that lets steps run, and return its result.
+        """Run a background capture, and return its result.
 
-        The caller holds the lock, acquired exactly once.
+        The caller must have acquired the lock exactly once.
         """
         self.wait()
         self.is_under_way, self._pacer = True, pacer
@@ -156,7 +157,8 @@ class Pacer:
     Args:
         turns: Lock shared with steps.
         key: Name of the captured key.
-        max_pause_us: Longest time in microseconds that the capture may hold the lock.
+        max_pause_us: Limit in microseconds for the time that the capture holds the lock. Longer
+            pauses are recorded.
         allows_turns: Whether the capture may release the lock between phases.
         between_operators: Whether the capture may also release the lock between operators.
 
@@ -213,7 +215,7 @@ class Pacer:
         return True
 
     def release(self, part: str) -> None:
-        """Release the lock after a phase, while the driver works, until ``reacquire``."""
+        """Release the lock after a phase, while the driver works; ``reacquire`` takes it again."""
         self._note(part)
         self._is_released = True
         self._turns.release()

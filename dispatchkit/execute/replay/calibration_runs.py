@@ -61,11 +61,11 @@ class CalibrationRuns:
     def run(self) -> int:
         """Run the steps that the policy requests; the caller holds the runner's lock.
 
-        The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each of
-        the requested runs is made twice, on dummy rows: on an idle stream, and then directly after
-        the previous step. If the step runs eager, the second run follows a replay of the largest
-        graph, so that the device is still busy when the host has submitted the step. The runs are
-        not counted, and state that the step changes is restored. A runner with axes makes no
+        The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each
+        requested run executes the step twice on dummy rows: once on an idle stream, and once
+        directly after the first. If the step runs eager, a replay of the largest graph runs between
+        the two, so that the device is still busy when the host has submitted the second. The steps
+        are not counted, and state that they change is restored. A runner with axes makes no
         calibration runs, because dummy inputs have no axis values.
 
         Returns:

@@ -1,7 +1,8 @@
-"""Check mode: compare replays with eager, and overwrite earlier views.
+"""Check mode: compare replays with eager runs, and overwrite outdated views.
 
 A checked step runs twice, with the same state and the same random numbers. The results and state of
-both runs are compared, and those of the eager run are kept. A graph that differs is not used again.
+both runs are compared, and those of the eager run are kept. A graph whose replay differs is not
+used again.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import FIRST
 
-# Different kernels may run at the size of the bucket and at that of the batch, so results may be
-# rounded differently. The errors that check mode must detect (outdated values, wrong rows) are much
-# larger.
+# Different kernels may run at the size of the bucket and at the size of the batch, so results may
+# be rounded differently. The errors that check mode must detect (outdated values, wrong rows) are
+# much larger.
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
 
 
 class CheckWarning(RuntimeWarning):
-    """A replay differed from eager; the graph is no longer used."""
+    """A replay differed from an eager run; the graph is no longer used."""
 
 
 class Checker:
-    """Compares replays with eager.
+    """Compares replays with eager runs.
 
     Args:
         every: Compare every n-th replay or, with ``FIRST``, the first unpadded and the first padded
@@ -81,7 +82,7 @@ class Checker:
         self._returned_views: list[torch.Tensor] = []
 
     def count(self, step: CapturedKey, num_tokens: int) -> bool:
-        """Count a replay that follows, and return whether it must be compared."""
+        """Count the next replay, and return whether it must be compared."""
         is_padded = num_tokens != step.key.num_tokens
         if self._is_first_alone:
             if step in self._compared[is_padded]:
@@ -98,10 +99,10 @@ class Checker:
         eager: Callable[[], Any],
         tensors: Sequence[Any] | None,
     ) -> tuple[Any, str]:
-        """Replay a step, run it eager from the same state, and compare the two.
+        """Replay a step, run it eager from the same state, and compare the two runs.
 
-        A graph that also draws random numbers for padding draws different numbers than eager. In
-        that case, only the graph runs.
+        A graph that also draws random numbers for padding rows draws different numbers than an
+        eager run. In that case, only the graph runs.
 
         Args:
             step: Captured key. Its outputs in the lane's memory are overwritten first, which
@@ -114,7 +115,7 @@ class Checker:
 
         Returns:
             A result, and a description of the difference, which may be empty. The result is that of
-            eager, or that of the replay if nothing was compared.
+            the eager run, or that of the replay if nothing was compared.
         """
         step.lane.order()
         before = self._snapshot()
@@ -126,7 +127,8 @@ class Checker:
         got = replay()
         if step.hits == hits:  # the step ran eager, because a guard or the launch failed
             return got, ""
-        # If the capture was not watched, only the first replay shows whether the graph draws.
+        # If the capture was not watched, only the first replay shows whether the graph draws random
+        # numbers.
         is_padded = num_tokens != step.key.num_tokens
         if is_padded and any(one.has_random_state for one in step.graphs):
             return got, ""
@@ -135,7 +137,7 @@ class Checker:
         before.restore()
         if rows is not None:
             rows.restore()
-        # The call of difference() below records this step.
+        # Do not record this eager run here, because difference() below records it.
         notes, self.notes_eager = self.notes_eager, False
         try:
             want = eager()

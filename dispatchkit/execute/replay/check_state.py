@@ -1,10 +1,10 @@
 """Compare the state that a step changes, in check mode.
 
-Padding rows may write to a sink that no row of a batch uses, and eager does not write there. The
-sink need not be declared: it consists of the elements that only padding has changed. If padding
-changes an element that rows of a batch have also changed, the fill value of an input points to
-state in use. Changes made by other runners and by replays that are not compared are not recorded.
-Eager steps are recorded only if every replay is compared (``check=1``).
+Padding rows may write to a *sink*: elements of the state that no row of a batch uses. An eager run
+does not write there. The sink need not be declared: it consists of the elements that only padding
+has changed. If padding changes an element that rows of a batch have also changed, the fill value of
+an input points to state in use. Changes made by other runners and by replays that are not compared
+are not recorded. Eager steps are recorded only if every replay is compared (``check=1``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK: Final = 1 << 22
 
 @attrs.define
 class _Differences:
-    """Differences between a replay and eager.
+    """Differences between a replay and an eager run.
 
     Attributes:
         number: Number of elements that differ.
@@ -76,7 +76,7 @@ class StateCheck:
     def difference(
         self, before: Snapshot, replayed: Mapping[str, torch.Tensor], *, is_padded: bool
     ) -> str:
-        """Describe how the current state differs from that after the replay; empty if equal.
+        """Describe how the current state differs from the state after the replay; empty if equal.
 
         Args:
             before: State before the step, from which both runs started.
@@ -98,13 +98,13 @@ class StateCheck:
                 where = "differ, the first" if wrong.number > 1 else "differs,"
                 found.append(
                     f"{wrong.number} of {counted(want.numel(), 'element')} of {name} {where} at "
-                    f"index {wrong.first}: {got} in the replay, {eager} in eager."
+                    f"index {wrong.first}: {got} in the replay, {eager} in the eager run."
                 )
                 if is_padded and not wrong.is_any_by_rows:
                     found.append(
-                        "The rows of this batch do not change these elements in eager, so padding "
-                        "rows probably changed them. Choose fill values that refer to elements "
-                        "that no batch uses."
+                        "The rows of this batch do not change these elements in an eager run, so "
+                        "padding rows probably changed them. Choose fill values that refer to "
+                        "elements that no batch uses."
                     )
         return " ".join(found)
 

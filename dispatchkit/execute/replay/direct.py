@@ -19,10 +19,10 @@ def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, A
     graph whose operations were not watched counts as drawing random numbers until its first replay.
     """
     if step.pieces is not None:
-        return "made of pieces"
+        return "the step is made of pieces"
     graph = step.graphs[0]
     if graph.has_random_state:
-        return "may draw random numbers"
+        return "the graph may draw random numbers"
     launches = features_of(backend).direct_launches
     if launches is None:
         return "the backend does not support direct launches"
@@ -54,7 +54,7 @@ def noting(launch: LaunchCall, staging: StagingBuffers, lane: Lane) -> LaunchCal
 
 
 def in_turn(launch: LaunchCall, chain: Chain, lane: Lane) -> LaunchCall:
-    """Return a launch function that waits for its turn among all lanes."""
+    """Return a launch function that first waits for the last step of the chain."""
 
     def launch_in_turn(graph: Any, stream: Any) -> int | None:
         own = chain.begin(lane)

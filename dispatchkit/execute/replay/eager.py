@@ -43,10 +43,10 @@ _ABOUT_PADDING = (
 
 
 class EagerRunner:
-    """The runner of eager steps, which counts a reason for each step.
+    """Runs steps eager, and counts the reason for each.
 
     Plans call it for steps without a graph, and to disable graphs whose replay failed or differed
-    from eager.
+    from an eager run.
 
     Args:
         warmups: Warmups, which record the state that the step changes.
@@ -180,7 +180,8 @@ class EagerRunner:
         nearest = tuple(str(key) for key in near[:3])
         what = counted(num_tokens, "token") + (f" (key {missed})" if missed else "")
         then = self._next_step(reason, missed)
-        then = then if then.endswith((".", "!", "?")) else f"{then}."  # an error of the step
+        # An error message may lack the final period.
+        then = then if then.endswith((".", "!", "?")) else f"{then}."
         have = f"Nearest captured keys: {', '.join(nearest) or 'none'}. {then}"
         if self.strict:
             is_frozen = self._lifecycle.is_frozen
@@ -205,7 +206,7 @@ class EagerRunner:
         return self._lifecycle.is_under_way(missed)
 
     def _next_step(self, reason: str, missed: GraphKey | None) -> str:
-        """Return the next step for a downgrade; for a refused or failed capture, its error."""
+        """Return the next step to suggest; for a refused or failed capture, return its error."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
         if (what == reason and reason in REFUSED_CAPTURES) or (
@@ -338,7 +339,7 @@ class EagerRunner:
         chain = lane.chain
         if chain is None and (handle == lane.handle or not self._warmups.writes()):
             return self._step(given)
-        # A capture cannot wait for work outside of it; the capturing code orders the work.
+        # A capture cannot wait for work outside it. The code that captures must order the work.
         if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
             return self._step(given)
         if handle != lane.handle:

@@ -44,7 +44,8 @@ class Planner:
     Args:
         dispatcher: Dispatcher. The reference is weak, because the dispatcher calls ``plan`` and
             therefore holds the planner.
-        lifecycle: Life cycle of the lane's graphs, which captures and proves them on demand.
+        lifecycle: Life cycle of the lane's graphs, which captures graphs on demand and proves that
+            padding does not change their rows.
         lane: Lane that the steps run on.
         eager: Runner of eager steps.
         guard: Guard that reads the modes that affect a capture.
@@ -120,7 +121,8 @@ class Planner:
     def refusal(self, decision: Decision, num_tokens: int) -> str:
         """Return why a batch must run eager although a graph was chosen.
 
-        Empty if the graph may run, which requires that padding does not change the results.
+        The result is empty if the graph may run. A graph must not run if padding could change the
+        results.
         """
         if decision.parts:
             return self._refusal_of_parts(decision)
@@ -133,7 +135,7 @@ class Planner:
         return str(step.refusal(num_tokens))
 
     def obstacle(self, decision: Decision, num_tokens: int) -> str:
-        """Return why a step would run eager now although a graph was chosen; empty if it would not.
+        """Return why a step would run eager despite a chosen graph; empty if the graph would run.
 
         The answer is based on the modes of this thread and on the values that Python code would
         read now. The step does not run.
@@ -244,7 +246,7 @@ class Planner:
         return "" if is_alike else str(Reason.OUTPUTS_NOT_JOINED)
 
     def specific_reason(self, reason: str, missed: GraphKey | None = None) -> str:
-        """Return a reason of the dispatcher, or a more specific reason if one is known.
+        """Return the reason of a decision, or a more specific reason if one is known.
 
         Args:
             reason: Reason of a decision.
@@ -275,7 +277,7 @@ class Planner:
         )
 
     def _missed(self, batch: Batch) -> list[GraphKey]:
-        """Return the keys that could have served a batch: FULL first, smallest first per mode."""
+        """Return the keys that could have served a batch: FULL first, then PIECEWISE, by size."""
         dispatcher = self._dispatcher()
         if dispatcher is None:
             return []

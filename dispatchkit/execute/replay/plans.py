@@ -40,7 +40,7 @@ AGAIN: Final = _Again()
 # Marks a result that must be built in each step.
 _NOT_READY: Final = object()
 
-# A query for one device type takes three times as long.
+# Querying autocast for a single device type takes three times as long.
 _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
@@ -174,7 +174,10 @@ class LazyPlan:
 
 
 class OpenPlan:
-    """A plan that uses the integers of calls to prove that padding does not change rows.
+    """A plan that replays a graph while its proof that padding does not change rows is open.
+
+    At the capture, integer inputs contained only the fill value, so the proof continues with the
+    inputs of real calls.
 
     Args:
         plan: Plan that replays the graph.
@@ -195,7 +198,7 @@ class OpenPlan:
         self._lifecycle, self._num_tokens = lifecycle, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Continue the proof with this call; return ``AGAIN`` if it ends, otherwise replay."""
+        """Continue the proof with this call; return ``AGAIN`` if the proof ends, or replay."""
         step, lane = self._step, self._step.lane
         if step.released:
             return AGAIN
@@ -265,7 +268,7 @@ class GraphPlan:
         Args:
             tensors: Inputs of the step; None if the rows are already in the buffers.
             stream: Raw handle of the current stream.
-            readable: As returned by the check of the inputs.
+            readable: Second result of ``InputSet.check`` for these inputs.
         """
         step, lane = self.step, self._lane
         if step.released:
@@ -385,7 +388,9 @@ class GraphPlan:
         finally:  # a failed launch may have queued some of the work
             if chain is not None:
                 chain.end(stream)
-        if not step.leaves:  # the last piece is eager; outputs of a graph must not outlive it
+        # Outputs of a graph are in step.leaves. They are not stored here, because they must not
+        # outlive the graph.
+        if not step.leaves:  # the last piece is eager
             self._padded = padded
         if self._may_go_direct:
             self._choose_launch()
@@ -443,7 +448,8 @@ class ValuesPlan:
 class TimedPlan:
     """A plan that replays a captured step and measures it when due.
 
-    A step that is not due costs one more call and comparison than a step that is never timed.
+    If no measurement is due, a step costs one more call and one more comparison than without a
+    timer.
 
     Args:
         plan: Plan that replays the graph.
@@ -483,7 +489,7 @@ class TimedPlan:
 
 
 class AxisPlan:
-    """A plan that cuts the results of a runner with axes to the sizes of the call.
+    """A plan that cuts the results of a runner with axes to the axis values of the call.
 
     Args:
         plan: Plan that replays the graph.
@@ -526,7 +532,7 @@ class AxisPlan:
 
 
 class CheckedPlan:
-    """A plan for check mode, which compares replays with eager.
+    """A plan for check mode, which compares replays with eager runs.
 
     Args:
         plan: Plan that replays the graph and, with axes, cuts the results.
@@ -547,7 +553,7 @@ class CheckedPlan:
         self._plan, self._replay, self._checker, self._is_owned = plan, replay, checker, is_owned
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Replay the graph, and compare the results with eager if due."""
+        """Replay the graph, and compare the results with an eager run if due."""
         replay, eager, checker = self._replay, self.eager, self._checker
         step, num_tokens, count = replay.step, replay.num_tokens, replay.count
         if step.released:
