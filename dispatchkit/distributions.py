@@ -81,7 +81,7 @@ def load_attribute(name: str, what: str = "") -> Any:
 
     Args:
         name: A name of kind ``attribute``, defined in the package of its distribution.
-        what: Subject of the message, such as ``explain --trace``; by default
+        what: Subject of the error message, such as ``explain --trace``; by default
             ``dispatchkit.<name>``.
 
     Raises:

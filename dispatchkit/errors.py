@@ -93,7 +93,7 @@ _IMPORTLIB = Path(importlib.__file__).parent
 
 
 def describe_exception(error: BaseException, where: str = "") -> str:
-    """Describe an exception of a plugin's code, as a sentence with the line that raised."""
+    """Describe an exception that a plugin raised, as ``raised TYPE: MESSAGE (FILE:LINE).``."""
     described = f"raised {type(error).__name__}{where}: {error}".rstrip(":. ")
     line = _line_that_raised(error)
     return f"{described} ({line})." if line else f"{described}."
@@ -242,7 +242,7 @@ class DescriptorError(DispatchkitError, ValueError):
 
 
 class InputError(DispatchkitError, ValueError):
-    """An input of a call does not match the declared static input.
+    """An input of a call does not match its declared static input.
 
     Attributes:
         name: Name of the input at fault; "" if no single input is at fault.
@@ -349,7 +349,7 @@ class SwapError(DispatchkitError, RuntimeError):
     """A swap was refused; the policy and configuration in effect have not changed.
 
     Attributes:
-        failed: Reason for each failure, by the failed key as text.
+        failed: Why each key failed, by the key as text.
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:

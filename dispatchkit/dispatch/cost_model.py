@@ -1,6 +1,6 @@
 """The protocol of cost models, and the cost of a decision.
 
-Any object that implements ``CostModel`` is accepted. dispatchkit-plan measures cost models
+A cost model is any object that implements ``CostModel``. dispatchkit-plan measures cost models
 (``dispatchkit calibrate``), stores them in files, and includes models that were measured on an
 H100.
 """
@@ -23,7 +23,7 @@ _ALLOWED = (
 
 
 class CostModel(Protocol):
-    """A model of step times, eager or replayed at a captured size."""
+    """A model of the time that a step takes, eager or replayed at a captured size."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class CostModel(Protocol):
         """Return the time of a step in microseconds.
 
         Args:
-            num_tokens: Number of tokens of the step, at least 1.
+            num_tokens: Number of tokens in the step, at least 1.
             captured: Size of the graph that serves the step; None for an eager step.
             piecewise: Whether the graph consists of pieces with eager work between them.
         """
@@ -55,8 +55,8 @@ class StepCost:
         eager_us: Time of the same step run eager, in microseconds.
         lost_us: Time in microseconds that a graph of exactly the step's size would save; at least
             0.
-        measured: Whether the size is within the measured range of the model; if not, the times are
-            extrapolated.
+        measured: Whether the size of the largest graph, or of the eager step, is within the
+            measured range of the model; if not, the times are extrapolated.
     """
 
     model: str
@@ -67,12 +67,12 @@ class StepCost:
 
     @classmethod
     def of(cls, model: CostModel, decision: Decision, num_tokens: int) -> StepCost:
-        """Return the cost of a step with a decision, and of its eager and exact-size alternatives.
+        """Return the cost of a step: as decided, eager, and with a graph of its exact size.
 
         Args:
             model: Cost model that returns the times.
             decision: The decision that the step received.
-            num_tokens: Number of tokens of the step; a step of 0 tokens costs nothing.
+            num_tokens: Number of tokens in the step; a step of 0 tokens costs nothing.
         """
         is_pieces = decision.mode is RuntimeMode.PIECEWISE
         sizes = [key.num_tokens for key in decision.keys]
@@ -98,7 +98,7 @@ class StepCost:
 
 
 def decision_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
-    """Return the time of a decision's step in microseconds, summed over its parts."""
+    """Return the time of a step in microseconds; for a split batch, the sum over its parts."""
     is_pieces = decision.mode is RuntimeMode.PIECEWISE
     if decision.parts:
         return sum(
@@ -110,12 +110,12 @@ def decision_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
 
 
 def find_cost_model(model: CostModel | str) -> CostModel:
-    """Return a cost model given as an object, name or file.
+    """Return the cost model given as an object, a name or the path of a file.
 
     Raises:
-        ConfigError: The value is neither a cost model nor text, or the file does not contain a cost
-            model.
-        MissingDistributionError: The value is text, and dispatchkit-plan is not installed.
+        ConfigError: The value is neither a cost model nor a string, or the file does not contain a
+            cost model.
+        MissingDistributionError: The value is a string, and dispatchkit-plan is not installed.
         UnknownNameError: There is no cost model or file of that name.
     """
     if isinstance(model, str):

@@ -42,7 +42,7 @@ class Reason(enum.StrEnum):
     CAPTURE_PENDING = "capture_pending"
     #: Other code is capturing the stream, and its capture records the step.
     INSIDE_CAPTURE = "inside_capture"
-    #: The replay failed without any effect.
+    #: The replay failed before it had any effect.
     REPLAY_FAILED = "replay_failed"
     #: An eager call between two segments returned a different structure, shape or Python value than
     #: during the capture.
@@ -57,8 +57,9 @@ class Reason(enum.StrEnum):
     MOVED_MODULE = "moved_module"
     #: Each call of the step changes Python state, which a replay would not change.
     PYTHON_STATE = "python_state"
-    #: The first call runs eager, because later calls compute something different. Graphed calls: a
-    #: first call runs eager to test whether its result requires gradients.
+    #: The first call of the step changes Python state, and later calls compute something different.
+    #: One step runs eager before the capture. Graphed calls: the first call of each kind runs eager
+    #: to show whether its results require gradients.
     FIRST_CALL = "first_call"
     #: The step writes to a container in its arguments, which a replay would not do.
     CONTAINER_WRITTEN = "container_written"
@@ -84,7 +85,7 @@ class Reason(enum.StrEnum):
     TENSOR_KIND = "tensor_kind"
     #: Graphed calls: a value cannot be hashed, so it cannot be part of a graph's key.
     UNHASHABLE_VALUE = "unhashable_value"
-    #: Graphed calls: the limit on call forms with graphs is reached.
+    #: Graphed calls: no further form of calls may have graphs, because the limit is reached.
     TOO_MANY_FORMS = "too_many_forms"
 
 
@@ -130,7 +131,7 @@ def _part(value: Any) -> Part:
     try:
         return value if isinstance(value, Part) else Part(*value)
     except TypeError:
-        allowed = "a pair of a GraphKey and a number of rows"
+        allowed = "a Part or a (GraphKey, number of rows) pair"
         raise DescriptorError("each part", value, allowed) from None
 
 
@@ -188,7 +189,7 @@ class Decision:
         *,
         timed: bool = False,
     ) -> Decision:
-        """Return a decision to split a batch of independent rows over graphs.
+        """Return a decision to split a batch of independent rows over several graphs.
 
         Use a split only if ``GraphView.may_split`` is true. The results are joined in order, and
         all parts count as one step.
@@ -200,9 +201,10 @@ class Decision:
             timed: Whether to measure the device time of the whole step.
 
         Raises:
-            DescriptorError: There are no parts, or a part is invalid.
+            DescriptorError: ``parts`` is empty or not iterable, a part is invalid, or the reason is
+                empty or not a string.
         """
-        allowed = "pairs of a GraphKey and a number of rows"
+        allowed = "(GraphKey, number of rows) pairs"
         if not isinstance(parts, Iterable):
             raise DescriptorError("parts", parts, allowed)
         found = tuple(map(_part, parts))
@@ -290,17 +292,17 @@ class Outcome:
     """The outcome of an executed step, passed to ``LearningPolicy.observe``.
 
     Attributes:
-        batch: The batch that the step ran.
+        batch: The batch of the step.
         decision: The bound decision of the step.
         elapsed_us: Time on the stream in microseconds, or None if not measured.
         clock: ``device`` if measured with timing events, ``host`` if measured with a host clock.
-        queued: Whether earlier work was pending on the stream at the launch.
+        queued: Whether earlier work was pending on the stream when the step was launched.
         completed: Whether the step completed; policies must not learn from incomplete steps.
         won: False if the policy is a member of a composite policy, and the decision of another
             member ran.
         step: Number of steps so far, measured or not, including this step; 0 if unknown.
-        is_first: Whether this is the first known eager run with this number of tokens. In this run,
-            libraries choose kernels, which may take as long as many steps.
+        is_first: Whether this is the first known eager run with this number of tokens. During a
+            first run, libraries choose kernels, which may take as long as many steps.
         host_us: Host time of the submission in microseconds, without waiting for the device; None
             if unknown.
         device_us: Device time in microseconds, excluding delays caused by the host. None unless the
@@ -325,13 +327,13 @@ class CellUpdate:
     """A change to table cells, returned by a learning policy.
 
     Attributes:
-        batch: The batch of the cell: its tokens, query class, adapters and allowed modes.
+        batch: The batch whose cell changes. Batches that differ only in their number of requests
+            have the same cell.
         decision: The new decision; None to call ``decide`` again at the next use of the cell.
         one_shot: Whether the decision holds for one step, after which the steady decision applies
             again. If ``decision`` is None, True drops the waiting one-shot decisions of the cell.
-        up_to: If ``decision`` is None, the cells of larger batches up to this number of tokens,
-            which are otherwise equal to ``batch``, are emptied, too. 0 empties only the cell of
-            ``batch``.
+        up_to: If ``decision`` is None, also empty the cells of batches that equal ``batch`` but
+            have more tokens, up to this number. 0 empties only the cell of ``batch``.
 
     Raises:
         DescriptorError: A value has the wrong type, ``up_to`` is negative, or ``up_to`` is given
@@ -359,7 +361,7 @@ class CellUpdate:
         if type(value) is not int or value < 0:
             raise DescriptorError("up_to", value, "a non-negative whole number")
         if value and self.decision is not None:
-            hint = "To set the decision of several cells, return one update for each."
+            hint = "To set the decisions of several cells, return one update for each cell."
             raise DescriptorError("up_to", value, "0 if a decision is given", hint)
 
     def is_about(self, batch: Batch) -> bool:
@@ -374,9 +376,10 @@ class CalibrationRun:
     """Timed runs of a batch, requested by a learning policy after a capture.
 
     Attributes:
-        batch: The batch to run, with any inputs of its size.
+        batch: The batch to run, on dummy rows.
         decision: The decision for the runs, which are measured even if ``decision.timed`` is False.
-        runs: Number of runs, at least 1. ``observe`` receives each outcome.
+        runs: Number of runs, at least 1. The runner makes each run twice: once on an idle stream
+            and once behind other work. ``observe`` receives each outcome.
     """
 
     batch: Batch

@@ -1,8 +1,9 @@
 """Dispatcher: a table of decisions in front of a policy.
 
-A step costs four sign tests, four list lookups and one comparison. The policy decides on first use
-of a cell. A change empties the cells whose decisions it could affect. Four techniques avoid further
-branches on the hot path:
+The table has one cell for each number of tokens and kind of batch. The policy decides on first use
+of a cell. Changes, such as the capture of a graph, empty the cells whose decisions they could
+affect. If the cell is filled, ``dispatch`` costs four sign tests, four list lookups and one
+comparison. Four techniques avoid further branches on this hot path:
 
 * An empty cell holds ``EMPTY``, whose limit of -1 requests every batch exceeds. Empty cells and
   batches with too many requests therefore fail the same comparison.
@@ -79,7 +80,7 @@ class Dispatcher:
             steps.
         lazy: Whether keys without a graph may be dispatched, so that the executor captures them on
             first use.
-        strict: Whether to raise for faults of the policy, instead of running eager.
+        strict: Whether a fault of the policy raises; otherwise the batch runs eager.
         may_split: Whether the executor can split a mixed batch over several graphs
             (``Decision.split``).
         origin: Source of the policy, for error messages.
@@ -88,9 +89,9 @@ class Dispatcher:
             attribute before the first ``dispatch``.
         on_swap: Function called after a swap, without holding a lock. Its arguments are the
             policy's name, the previous policy's name (None for the first policy) and the epoch.
-        on_fault: Function called with a fault of the policy, the number of tokens of the batch
-            (None without a batch) and the epoch. It is called before the affected call returns or
-            raises, without holding a lock of the dispatcher.
+        on_fault: Function called for each fault of the policy. Its arguments are the fault, the
+            number of tokens of the batch (None without a batch) and the epoch. It is called before
+            the affected call returns or raises, without holding a lock of the dispatcher.
 
     Raises:
         ConfigError: An argument has the wrong type.
@@ -169,17 +170,17 @@ class Dispatcher:
             num_reqs: Number of requests in the batch; 0 if unknown.
             uniform: False for a mixed batch, True for a uniform decode batch. In a uniform batch,
                 every request is past its prompt and has exactly the configured query length. With
-                several query lengths, 1 + the index of the length; with ``varlen_decode``, the next
-                number means requests of varying length. A batch with the last chunk of a prompt is
-                mixed, regardless of the length of the chunk. The number of tokens need not equal
-                ``num_reqs`` times the query length, because engines pad requests and drop rows
-                before the call.
+                several query lengths, pass 1 + the index of the length. With ``varlen_decode``, the
+                number after the last length stands for requests of varying length. A batch with the
+                last chunk of a prompt is mixed, regardless of the length of the chunk. The number
+                of tokens need not equal ``num_reqs`` times the query length, because engines pad
+                requests and drop rows before the call.
             loras: Number of active adapters; with axes, the result of ``DispatchConfig.variant``.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``. For
                 example, pass PIECEWISE for a batch with cascade attention.
 
         Returns:
-            The decision object in the table, which is shared; a warm call allocates nothing.
+            The shared decision object in the table. If the cell is filled, nothing is allocated.
 
         Raises:
             DescriptorError: An argument is out of range or contradicts another argument.
@@ -197,7 +198,7 @@ class Dispatcher:
                 if decision is not EMPTY:
                     return self._by_reqs[ceiling, uniform, loras, num_tokens][num_reqs]
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
-            pass  # an unused row, a batch above the table or an invalid type; handled below
+            pass  # an unused row, a batch too large for the table or an invalid type; handled below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def redispatch(
@@ -210,8 +211,8 @@ class Dispatcher:
     ) -> Decision:
         """Empty the cell of a batch, and return a new decision.
 
-        A change empties the affected cells. If the change is interrupted, some cells keep outdated
-        decisions, which this method replaces.
+        Normally, changes such as the release of a graph empty the affected cells. If a change is
+        interrupted, some cells keep outdated decisions. This method replaces such a decision.
 
         Raises:
             DescriptorError, NoGraphError, PolicyError: As for ``dispatch``.
@@ -226,12 +227,13 @@ class Dispatcher:
         """Return the table row for a kind of batch, indexed by number of tokens.
 
         Engines can index the row instead of calling ``dispatch`` for each step. An entry holds for
-        batches of up to ``max_num_reqs`` requests; for all other batches call ``dispatch``, which
-        fills the row. ``max_num_reqs`` is -1 if the cell has no decision or a one-shot decision is
-        waiting. Do not index with a negative number of tokens. A number above ``max_num_tokens``
-        raises IndexError or, in very large tables, returns an entry whose ``max_num_reqs`` is -1.
+        batches of up to ``entry.max_num_reqs`` requests. For all other batches, call ``dispatch``,
+        which fills the row. ``entry.max_num_reqs`` is -1 if the cell has no decision or a one-shot
+        decision is waiting. Do not index with a negative number of tokens. A number above the
+        configured ``max_num_tokens`` raises IndexError or, in very large tables, returns an entry
+        whose ``max_num_reqs`` is -1.
 
-        Every change updates the row until a swap replaces all rows.
+        The row is kept up to date until a swap, which replaces all rows.
 
         Args:
             uniform: As for ``dispatch``.
@@ -271,17 +273,17 @@ class Dispatcher:
             self._faults.report()
 
     def _is_above_table(self, num_tokens: Any) -> bool:
-        """Return whether a batch has more tokens than the table."""
+        """Return whether a batch is too large for the table."""
         tokens = whole_number(num_tokens)
         return tokens is not None and tokens > self.config.max_num_tokens
 
     def _decide_above_table(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> Decision:
-        """Return an eager decision for a batch with more tokens than the table.
+        """Return an eager decision for a batch that is too large for the table.
 
         Raises:
-            DescriptorError: Another argument is invalid.
+            DescriptorError: An argument other than ``num_tokens`` is invalid.
             NoGraphError: Eager is not allowed.
         """
         facts = (num_tokens, num_reqs, uniform, loras, ceiling)
@@ -354,9 +356,9 @@ class Dispatcher:
 
         The waiting one-shot decisions of a cell are used before its steady decision.
 
-        A decision that can no longer run, for example because its graph was evicted, is not a
-        fault. A one-shot decision is then dropped. For a steady decision, the cell is emptied, so
-        that the policy decides again.
+        A decision whose graph cannot run now, for example because it was evicted, is not a fault. A
+        one-shot decision is then dropped. A steady decision is not stored either; the cell is
+        emptied, so that the policy decides again.
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.
@@ -425,8 +427,8 @@ class Dispatcher:
         """Try a policy and configuration; return a proposal to install.
 
         The trial calls ``declare`` and ``decide``. The policy in force is not affected if
-        ``policy`` is a different object. The object in force may be proposed only under the
-        registry's lock, because other threads may call it.
+        ``policy`` is a different object. To propose the policy in force again, hold the registry's
+        lock, because other threads may call the policy.
 
         Raises:
             ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
@@ -436,9 +438,9 @@ class Dispatcher:
         return self._epochs.propose(policy, config, origin)
 
     def reserve(self, proposal: Proposal) -> list[GraphKey]:
-        """Declare a proposal's keys as hidden; return the keys that are new.
+        """Declare the new keys of a proposal, hide them, and return them.
 
-        The keys can be captured, but are neither dispatched nor shown to the policy in force.
+        The new keys can be captured, but are neither dispatched nor shown to the policy in force.
         """
         with self._lock:
             return self._epochs.reserve(proposal)
@@ -449,7 +451,7 @@ class Dispatcher:
         This method does not call ``on_swap``; the caller must do so after releasing its locks.
 
         Returns:
-            Keys that earlier policies declared and this policy does not. These keys are hidden but
+            Keys that earlier policies declared and the proposal does not. These keys are hidden but
             still in the registry; the caller must forget them.
         """
         with self._lock:
@@ -519,7 +521,7 @@ class Dispatcher:
 
     @property
     def num_policy_errors(self) -> int:
-        """Number of policy faults: exceptions and invalid values of the policy."""
+        """Number of times that a policy raised an exception or returned an invalid value."""
         return self._faults.count
 
     @property
@@ -552,7 +554,7 @@ class Dispatcher:
         *,
         any_size: bool = False,
     ) -> Batch:
-        """Return the batch that a policy receives for arguments of ``dispatch``.
+        """Return the batch that a policy receives if ``dispatch`` is called with these arguments.
 
         Args:
             num_tokens: As for ``dispatch``.
@@ -599,7 +601,7 @@ class Dispatcher:
             self._faults.report()
 
     def preview(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
-        """Return the decision for the next step of a batch, and the policy's fault, if any.
+        """Return the decision that a batch would receive now, and the policy's fault, if any.
 
         This method has no side effects: no cell is filled, no one-shot decision is used, and no
         fault is counted or warned about.
@@ -749,7 +751,8 @@ class Dispatcher:
         if batch.num_tokens == 0:
             hint = "Allow NONE for empty batches."
         elif near:
-            hint = f"Nearest: {'; '.join(near)}. Allow NONE, or capture or enable such a graph."
+            graph = "this graph" if len(near) == 1 else "one of these graphs"
+            hint = f"Nearest: {'; '.join(near)}. Allow NONE, or capture or enable {graph}."
         return NoGraphError(
             f"No graph for {size} ({reason}), and the batch allows only {allowed}. {hint}",
             reason=reason,

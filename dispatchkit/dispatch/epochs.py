@@ -41,10 +41,10 @@ class Epoch:
 
 
 class Epochs:
-    """The sequence of policies and configurations that use one registry.
+    """The sequence of policies and configurations that share one registry.
 
     Args:
-        registry: The registry of the keys; callers hold its lock during changes.
+        registry: The registry of the keys. Callers must hold its lock while they change epochs.
         modes: Runtime modes that the executor supports.
         is_dispatchable: Function that returns whether a declared key may run now.
         revisions: Iterator of ascending numbers for bound decisions.
@@ -76,8 +76,8 @@ class Epochs:
         """Try a policy and configuration; return a proposal to install.
 
         The trial calls ``declare`` and ``decide``. The policy in force is not affected if
-        ``policy`` is a different object. The object in force may be proposed only under the
-        registry's lock, because other threads may call it.
+        ``policy`` is a different object. To propose the policy in force again, hold the registry's
+        lock, because other threads may call the policy.
 
         Raises:
             ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
@@ -92,14 +92,14 @@ class Epochs:
         return Proposal(parts, config, origin, tuple(dict.fromkeys(keys)), adds_axes)
 
     def reserve(self, proposal: Proposal) -> list[GraphKey]:
-        """Declare a proposal's keys as hidden; return the keys that are new."""
+        """Declare the new keys of a proposal, hide them, and return them."""
         new = [key for key in proposal.keys if key not in self._registry]
         self._hide(self.hidden.union(new))
         self._registry.declare(new)
         return new
 
     def retire(self, proposal: Proposal) -> frozenset[GraphKey]:
-        """Hide and return earlier policies' keys that a proposal does not declare."""
+        """Hide and return the keys of earlier policies that a proposal does not declare."""
         retired = self._declared.difference(proposal.keys)
         self.hidden |= retired
         self._declared -= retired

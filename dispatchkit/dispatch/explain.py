@@ -18,7 +18,7 @@ from dispatchkit.keys.modes import RuntimeMode
 
 @attrs.frozen
 class Candidate:
-    """A declared graph that covers the batch.
+    """A declared graph that covers the explained batch.
 
     Attributes:
         key: Key of the graph.
@@ -66,14 +66,14 @@ class Explanation:
         candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
         fault: Error of the policy, if any. Explaining does not count the fault.
-        problem: Cause of the decision if the batch exceeds ``max_num_tokens``, or if the smallest
-            graph that covers the batch is outdated or its capture failed, or if the configuration
-            has no capture sizes; otherwise empty.
+        problem: More exact cause of the decision in three cases: the batch exceeds
+            ``max_num_tokens``, the smallest graph that covers the batch is outdated or its capture
+            failed, or the configuration has no capture sizes. Otherwise empty.
         cost: Cost of the step, if a cost model is given.
         times: Times that a runner measured for steps with the same decision; None if steps are not
             measured.
         axes: Bucket of each axis by name; None for a value outside all buckets.
-        note: Further information, such as a runner's next step; may be empty.
+        note: Further information, such as a capture that the step would start; may be empty.
         error: Error that the step would raise; empty if the step would run.
     """
 
@@ -110,7 +110,7 @@ class Explanation:
 
     @property
     def because(self) -> str:
-        """Cause: a constraint, the configuration, a graph's state, the executor or the policy."""
+        """The cause of the decision, such as ``state: the graph for this batch was evicted``."""
         reason = self.decision.reason
         if self.fault:
             return f"policy: {self.fault}"
@@ -243,7 +243,8 @@ def explain(
         uniform: As for ``Dispatcher.dispatch``.
         loras: As for ``Dispatcher.dispatch``.
         ceiling: As for ``Dispatcher.dispatch``.
-        per_mode: Maximum number of candidates per runtime mode, besides the chosen graph.
+        per_mode: Maximum number of candidates per runtime mode. The chosen graph is included even
+            if it exceeds this number.
 
     Raises:
         DescriptorError: The description of the batch is invalid.
@@ -304,10 +305,10 @@ def explain(
     )
 
 
-# Reasons that ``explain`` completes with the reason in the key's entry.
+# Reasons to which ``explain`` adds the details from the registry.
 _PROBLEMS: Mapping[str, str] = {
-    Reason.CAPTURE_FAILED: "the capture of its graph failed",
-    Reason.STALE: "its graph is outdated",
+    Reason.CAPTURE_FAILED: "the capture of the graph for this batch failed",
+    Reason.STALE: "the graph for this batch is outdated",
 }
 
 # Causes of predefined reasons for running eager.
@@ -316,9 +317,9 @@ _CAUSES: Mapping[str, str] = {
     Reason.MODE_NONE: "configuration: the mode runs this kind of batch eager",
     Reason.CEILING: "constraint: no mode that the caller allows has a graph for this batch",
     Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",
-    Reason.NOT_CAPTURED: "state: its graph is declared but not captured yet",
-    Reason.EVICTED: "state: its graph was evicted",
-    Reason.DISABLED: "state: its graph or runtime mode is disabled",
+    Reason.NOT_CAPTURED: "state: the graph for this batch is declared but not captured yet",
+    Reason.EVICTED: "state: the graph for this batch was evicted",
+    Reason.DISABLED: "state: the graph for this batch, or its runtime mode, is disabled",
     Reason.TOO_MANY_REQS: "constraint: the batch has more requests than its graph was captured for",
     Reason.OUTSIDE_AXIS: "constraint: the value of an axis is outside all buckets",
     Reason.ROWS_NOT_INDEPENDENT: "constraint: only batches of independent rows may be split",
@@ -326,16 +327,20 @@ _CAUSES: Mapping[str, str] = {
     Reason.ROWS_NOT_THE_BUCKET: "executor: an output does not have one row per row of the batch",
     Reason.OUTPUTS_NOT_JOINED: "executor: the outputs of the parts cannot be joined",
     Reason.CAPTURE_PENDING: (
-        "executor: its graph has not been requested often enough, or a background capture is "
-        "running"
+        "executor: the graph for this batch has not been requested often enough to be captured, or "
+        "a background capture is running"
     ),
     Reason.INSIDE_CAPTURE: "executor: other code is capturing the current stream",
-    Reason.AUTOCAST: "executor: its graph was captured under a different autocast state",
+    Reason.AUTOCAST: (
+        "executor: the graph for this batch was captured under a different autocast state"
+    ),
     Reason.TRAINING_MODE: "executor: the training mode of a module was changed",
     Reason.MOVED_MODULE: "executor: a module was moved, or its dtype changed",
     Reason.WEIGHTS_REPLACED: "executor: a weight, buffer or submodule was replaced",
     Reason.VALUE_CHANGED: "executor: a value that Python code reads has changed",
-    Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
+    Reason.PIECEWISE_UNSUPPORTED: (
+        "executor: the step is not split into pieces, so PIECEWISE cannot run"
+    ),
     Reason.NO_ANSWER: "policy: no policy returned a decision for this batch",
     Reason.POLICY_ERROR: "policy: the policy raised an error or violated a constraint",
 }

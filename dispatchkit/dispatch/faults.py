@@ -48,7 +48,7 @@ class PolicyFaults:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def report(self) -> None:
-        """Call ``on_fault`` with new faults.
+        """Call ``on_fault`` for each fault that has not been reported yet.
 
         The caller must hold no lock, because ``on_fault`` may wait.
         """

@@ -1,7 +1,7 @@
 """Lane policies, which choose the lane of each submitted step.
 
-A lane is a stream with its own memory pool, static inputs and graphs. A lane policy chooses where a
-step runs; the runner's policy decides what the step replays. Any lane policy works with any policy.
+A lane is a stream with its own static inputs and graphs. A lane policy chooses the lane that runs a
+step; the runner's policy chooses the graph to replay. Any lane policy works with any policy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LaneState(Protocol):
 
 
 class LanePolicy(Protocol):
-    """An object that chooses the lanes of steps, without using the device.
+    """An object that chooses a lane for each submitted step, without using the device.
 
     ``choose`` is called once for each submitted step, under the runner's lock. All other parts are
     optional: the protocols ``KeyedLanePolicy``, ``KeyPlacementPolicy`` and
@@ -130,7 +130,7 @@ class Lanes:
     @policy.validator
     def _check_policy(self, attribute: object, value: object) -> None:
         if value is not None and not callable(getattr(value, "choose", None)):
-            hint = "For a policy by name, set LaneOptions(lane_policy=...) in the options."
+            hint = "To select a lane policy by name, set LaneOptions(lane_policy=...)."
             raise ConfigError("lane policy", value, "an object with a method choose()", hint)
 
 
@@ -185,7 +185,7 @@ class KeyPlacement:
 
     Args:
         policy: The lane policy. If it has no ``lanes_for_key``, every lane has all keys.
-        keys: The declared keys; read again in each call.
+        keys: The declared keys. Each call reads them again, because they may have changed.
         num_lanes: Number of lanes of the runner.
         origin: Source of the lane policy, for error messages.
 

@@ -52,7 +52,7 @@ class Packer(Protocol):
 def pack_items(
     packer: Packer, lengths: Sequence[int], limits: PackingLimits
 ) -> list[tuple[int, ...]]:
-    """Call a packer, and return its bins after validation.
+    """Call a packer and return its bins, after validating them.
 
     Raises:
         PolicyError: The packer raised, an item is missing or in two bins, or a bin is empty or

@@ -44,7 +44,7 @@ class Readiness:
 
 
 class GraphView:
-    """A policy's read-only view of the keys and the graphs that can run now.
+    """A policy's read-only view of the declared keys, and of which of them can run now.
 
     Attributes:
         config: The configuration in force.
@@ -101,14 +101,14 @@ class GraphView:
         return self.why_not(key) is None
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the keys of a mode that can compute a batch, smallest first.
+        """Yield the keys of a mode whose graphs cover a batch, smallest first.
 
         Some of these keys may not be ready; check with ``is_ready`` or ``why_not``.
         """
         return (key for key in self._registry.covering(batch, mode) if key not in self.hidden)
 
     def why_no_key(self, batch: Batch) -> str:
-        """Return why no key of an allowed mode covers a batch, as a reason to count."""
+        """Return why no key of an allowed mode covers a batch, as a ``Reason``."""
         mode = self.config.mode
         kind = mode.decode_mode() if batch.uniform else mode.mixed_mode()
         if not kind or not self.config.sizes:
@@ -133,8 +133,8 @@ class Policy(Protocol):
     """An object that decides how batches run, without using the device.
 
     ``decide`` is called once per cell of the dispatcher's table, on a cold path. The decision stays
-    in the table until a change could affect it. It must depend only on the batch, the view, and
-    state learned by ``observe``.
+    in the table until something changes that could affect it, such as the state of a graph. The
+    decision must depend only on the batch, the view, and state learned by ``observe``.
 
     All other parts are optional and have their own protocols: ``DescribedPolicy``,
     ``LearningPolicy``, ``CalibratedPolicy``, ``PacedPolicy`` and ``ExplainingPolicy``.
@@ -203,13 +203,13 @@ class ExplainingPolicy(Policy, Protocol):
     """A policy that reports what it has learned."""
 
     def explain(self) -> Iterable[Any]:
-        """Return one attrs record per range of sizes; live reports show its fields."""
+        """Return one attrs record per range of sizes; live reports show the record's fields."""
         ...
 
 
 @attrs.frozen(eq=False)
 class PolicyParts:
-    """A policy and its optional parts, read when it is installed.
+    """A policy and its optional parts, read when the policy is installed.
 
     Attributes:
         policy: The policy itself.

@@ -1,6 +1,6 @@
 """Choose the graphs over which a mixed batch of independent rows is split.
 
-Policies that split use this module; ``constraints`` validates their decisions.
+Policies that split batches use this module; ``constraints`` validates their decisions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def greedy_parts(
 ) -> tuple[Part, ...]:
     """Split a batch into parts that fill their graphs, and one part for the remaining rows.
 
-    The filled graphs have the largest size that the batch fills, and the last graph is the smallest
-    that covers the remaining rows. Only graphs that can run now are used. This rule minimizes
-    launches, not padding.
+    All filled graphs have the same size, the largest that does not exceed the batch. The last graph
+    is the smallest that covers the remaining rows. Only graphs that can run now are used. This rule
+    minimizes launches, not padding.
 
     Args:
         batch: The batch to split.
@@ -32,7 +32,7 @@ def greedy_parts(
 
     Returns:
         The parts in order. Empty if the batch must not be split, one graph is enough, a graph is
-        missing, or ``max_parts`` is exceeded.
+        missing, or more than ``max_parts`` parts would be needed.
     """
     if not graphs.may_split or not may_be_split(batch) or not batch.allows(mode):
         return ()

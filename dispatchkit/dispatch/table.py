@@ -3,10 +3,10 @@
 A cell is identified by the code of the allowed modes, the query class, the variant and the number
 of tokens. The variant is the number of adapters or, with axes, a number computed from adapters and
 buckets. Cells are filled on first use, and a row is created with its first cell. Rows are lists
-indexed by the number of tokens; in tables above a million cells they are bounded dicts.
+indexed by the number of tokens; in tables of more than a million cells, they are bounded dicts.
 
-Writers hold the dispatcher's lock. Readers of a row need no lock, because each change of a row is a
-single list or dict operation, which is atomic.
+Writers hold the dispatcher's lock. Readers of a row need no lock, because rows are changed only by
+single list or dict operations, which are atomic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row(Protocol):
     def __getitem__(self, num_tokens: int, /) -> Decision:
         """Return the decision for a number of tokens.
 
-        If its ``max_num_reqs`` is -1, the cell is empty, so call ``dispatch``.
+        If ``max_num_reqs`` of the decision is -1, the cell is empty, so call ``dispatch``.
         """
         ...
 
@@ -122,7 +122,7 @@ class Table:
         return line[variant]
 
     def put_one_shot(self, cell: Cell, decision: Decision) -> None:
-        """Add a one-shot decision after the waiting one-shot decisions."""
+        """Append a one-shot decision to the waiting one-shot decisions of a cell."""
         if cell not in self.waiting:
             steady = self.get(cell)
             if steady is not EMPTY:
@@ -172,8 +172,8 @@ class Table:
 
         Args:
             cell: The first cell, with the fewest tokens.
-            up_to: Number of tokens of the last cell. If it is smaller than the tokens of ``cell``,
-                only ``cell`` is emptied.
+            up_to: Number of tokens of the last cell. If ``cell`` already has more tokens, only
+                ``cell`` is emptied.
         """
         if up_to <= cell[3]:
             self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))

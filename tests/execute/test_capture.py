@@ -81,7 +81,7 @@ def test_explain_gives_the_reason_that_steps_are_counted_by(make_runner, step, r
     runner(torch.arange(3))
     found = runner.explain(3)
     assert dict(runner.stats().eager_by_reason) == {found.decision.reason: 1} == {reason: 1}
-    assert found.because.startswith("state: the capture of its graph failed: ")
+    assert found.because.startswith("state: the capture of the graph for this batch failed: ")
     assert why in found.because
 
 

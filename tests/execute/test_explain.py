@@ -139,7 +139,7 @@ def test_a_stale_graph_is_explained_by_what_was_replaced():
     assert next_step(runner, 3) == "weights_replaced"
     assert next_step(runner, 3) == "stale"
     because = runner.explain(3).because
-    assert because.startswith("state: its graph is outdated: ")
+    assert because.startswith("state: the graph for this batch is outdated: ")
     assert "weight" in because
     runner.invalidate("new adapters")
     assert predicted(runner, 3) == "stale"

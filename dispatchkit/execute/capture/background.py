@@ -14,16 +14,16 @@ from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
 
-#: Function that captures one key. It returns the problem and the pauses longer than
+#: Function that captures one key. It returns a problem and the pauses longer than
 #: ``max_pause_us``. The problem is the error of a failed capture, the reason for skipping the key,
-#: or None. If the runner no longer exists, the function returns None.
+#: or None. If the runner has been freed, the function returns None instead of this pair.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 
 class BackgroundCapture:
     """A background capture, returned by ``capture_in_background``.
 
-    It ends when all keys have been tried, ``stop`` is called, the runner is freed or the
+    The capture ends when all keys have been tried, ``stop`` is called, the runner is freed or the
     interpreter exits.
 
     Args:
@@ -56,16 +56,17 @@ class BackgroundCapture:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> CaptureReport:
-        """Wait until the capture ends, and return the report so far.
+        """Wait until the capture ends, and return its report.
 
         Args:
-            timeout: Maximum time to wait in seconds; None waits without limit.
+            timeout: Maximum time to wait in seconds, after which the report so far is returned.
+                None waits without limit.
         """
         self._thread.join(timeout)
         return self.report()
 
     def stop(self) -> CaptureReport:
-        """Stop after the key in progress and return the report."""
+        """Stop the capture after the key in progress, and return its report."""
         self._is_stopped.set()
         return self.wait()
 
@@ -87,7 +88,7 @@ class BackgroundCapture:
                 if done is None:
                     return
                 self._note(key, *done)
-                time.sleep(GAP_S)  # waiting steps get the lock first
+                time.sleep(GAP_S)  # let waiting steps take the lock
         finally:
             self._seconds = time.perf_counter() - self._start
 

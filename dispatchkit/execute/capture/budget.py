@@ -1,9 +1,10 @@
 """Budgets for the number and memory of graphs, and the order of eviction.
 
-A rehearsal on the device measures the memory of a graph, and a graph that would exceed a budget in
-bytes is not captured. Backends without rehearsals use a forecast, and a graph that exceeds a budget
-nevertheless is released after its capture. Because the graphs of a pool share memory, the whole
-pool is released to free memory, and graphs that are still needed are captured again.
+Before a capture, a rehearsal runs the step on the device and measures how much memory its graph
+needs. A graph that would exceed a budget in bytes is not captured. For backends without rehearsals,
+a forecast is used instead, and a graph that then exceeds a budget is released after its capture.
+Because the graphs of a pool share memory, the whole pool is released to free memory, and graphs
+that are still needed are captured again.
 
 Two budgets in bytes may apply. The budget of a runner covers the pool and outputs of its lane; the
 budget of a ``GraphMemory`` covers all memory that its runners share.
@@ -57,7 +58,7 @@ class _ExceededBudget:
     Attributes:
         need: Required memory in bytes.
         limit: Allowed memory in bytes.
-        elsewhere: Part of ``need`` in bytes that evicting the pool would not free.
+        elsewhere: Bytes of ``need`` that evicting the pool would not free.
         is_shared: Whether several runners share the budget.
     """
 
@@ -112,9 +113,9 @@ class Admission:
         limit: Limit of the lane's runner in bytes, or None.
         lane: Lane of the capture.
         forecast: Function that returns the expected memory of a key's graph in bytes, or None if
-            unknown. Used if the backend has no rehearsals.
+            unknown. It is used if the backend has no rehearsals.
         evict_others: Function that evicts an idle pool or a graph with its own memory, and returns
-            whether it found one.
+            whether it evicted anything.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class MemoryBudget:
         """Change the limits, and evict graphs until the rest fits.
 
         Returns:
-            Keys whose graphs were released with the whole pool, for each member of its group. Some
-            of these graphs may fit into a new pool.
+            Keys whose graphs were released because the whole pool was released, for each member of
+            the pool. Some of these graphs may fit into a new pool.
         """
         self.limits = limits
         self._note_limit()
@@ -320,7 +321,7 @@ class MemoryBudget:
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
     def _evict_others(self, passed: _ExceededBudget) -> bool:
-        """Evict an idle pool or a graph with its own memory; return whether one was found."""
+        """Evict an idle pool or a graph with its own memory; return whether one was evicted."""
         if passed.is_shared and self._evict_idle():
             return True
         holding = [

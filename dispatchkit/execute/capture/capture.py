@@ -1,8 +1,8 @@
 """Capture of one key: its warmup and its graphs.
 
-Everything that a warmup changes is restored, except caches in Python objects, and backends
-guarantee that the capture itself changes nothing. A capture therefore does not change the results
-of the caller's steps.
+Everything that a warmup changes is restored, except caches that the step creates in Python objects.
+Backends guarantee that the capture itself changes nothing. A capture therefore does not change the
+results of the caller's steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Capturer:
     Args:
         warmups: Warmups of the step.
         lane: Lane that the graphs are captured on.
-        guard: Guard that records the modes at each capture.
+        guard: Guard that records the autocast state and the states of modules at each capture.
         share_outputs: Function that returns whether graphs write their outputs to shared memory.
         prove_rows: Whether to prove that padding does not change the rows of a batch.
         rows_independent: Whether rows are declared independent of each other. If so, each capture
@@ -113,9 +113,9 @@ class Capturer:
         """Return whether steps may run between the phases of a key's capture.
 
         This requires that the runner has one lane, and that the runs of the capture do not affect
-        steps: they change no state, draw no random numbers, call no function of torch.compile and
-        replay no other graph. Steps may change the data that these runs read, because the results
-        of the runs are discarded.
+        steps: they change no state, draw no random numbers, call no compiled function and replay no
+        other graph. Steps may change the data that these runs read, because the results of the runs
+        are discarded.
         """
         return (
             key.mode is RuntimeMode.FULL and not self._lane.has_peers and self._warmups.is_pure(key)
@@ -160,7 +160,7 @@ class Capturer:
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
 
     def is_current(self, captured: CapturedKey) -> bool:
-        """Return whether modes and built-in values are the same as when a graph was captured.
+        """Return whether the modes and values built into a graph are still current.
 
         Otherwise, comparing the graph with eager proves nothing about the graph. The next replay
         detects the difference.
@@ -276,7 +276,7 @@ class Capturer:
     ) -> RowProof:
         """Prove that smaller batches may replay a new graph."""
         if (index := captured.layout.open_output) is not None:
-            found = f"output {index} has no batch dimension that is the same at all sizes"
+            found = f"output {index} has no batch dimension along which padding could be cut off"
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
         if self._prover is None:
             return RowProof()
@@ -346,8 +346,8 @@ class Capturer:
                     except Exception:
                         if is_again or had_dynamo or not dynamo_is_loaded():
                             raise
-                        # The step imported Dynamo. The modes of this run were entered earlier, so
-                        # they were not hidden from Dynamo, which may have caused the error.
+                        # The step imported Dynamo. The modes of this run were entered earlier and
+                        # therefore not hidden from Dynamo. This may have caused the error.
                         changed = None
                     if changed is not None:
                         self._classify_changes(changed, key)
@@ -675,7 +675,7 @@ class Capturer:
     def _call_dims(self, key: GraphKey) -> list[CallShapes]:
         """Return the batch dimensions of arguments and results of the step's eager calls.
 
-        They are measured once per family, by running the step at two sizes.
+        The dimensions are measured once per family, by running the step at two sizes.
         """
         family = family_of(key)
         if family not in self._dims:

@@ -86,7 +86,8 @@ class Link:
         """Pass the result of the eager piece to the graph.
 
         Raises:
-            ReplayError: A shape, an address or a constant differs from the capture.
+            ReplayError: The number of values, a shape, a dtype, an address or a constant differs
+                from the capture.
         """
         leaves = leaves_of(value)
         if len(leaves) != len(self.copies) + len(self.fixed) + len(self.constants):
@@ -260,7 +261,7 @@ class CapturedKey:
         layout: Layout of the outputs.
         leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
         clones: For each leaf, whether it is copied if the caller owns the results. Tensors of the
-            caller's own state and values other than tensors are not copied.
+            step's state and values other than tensors are not copied.
         graphs: Graphs that are released with the key.
         holds: Other objects that the graphs read, kept alive here.
         guard: Fingerprint of the modes and modules at the capture.

@@ -109,7 +109,7 @@ class EagerCall:
     def run(self, num_rows: int) -> None:
         """Make the call and pass its results to the next segment.
 
-        Rows after the batch are set to zero, because the call may write arbitrary values there.
+        Padding rows are set to zero, because the call may write arbitrary values there.
 
         Args:
             num_rows: Number of rows in the batch.
@@ -148,7 +148,7 @@ class EagerCall:
         else:
             leaves, structure = flatten(value)
             if structure != self.structure:
-                problem = "the values have a different structure than in the capture"
+                problem = "the returned values have a different structure than in the capture"
                 if len(leaves) != len(results):
                     got = counted(len(leaves), "value")
                     problem = f"the call returned {got} instead of {len(results)}"
@@ -162,7 +162,7 @@ class EagerCall:
         return copies
 
     def _views_at(self, num_rows: int) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return views of the batch rows in copied results, and of the later rows to clear."""
+        """Return views of the batch rows in copied results, and of the padding rows to clear."""
         found = self._views.get(num_rows)
         if found is not None:
             return found

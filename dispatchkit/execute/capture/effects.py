@@ -72,7 +72,7 @@ class PythonEffects:
     """The effects of a step on Python state.
 
     Args:
-        pieces: Pieces of the step. Their functions are the roots of the step's Python state.
+        pieces: Pieces of the step. Its Python state is everything that their functions can reach.
         calls_eager: Whether functions under ``eager_region`` run eager in PIECEWISE, so that they
             are not part of the graphs.
         generators: Declared random generators; warmups restore them, and replays advance them.
@@ -87,10 +87,10 @@ class PythonEffects:
     ) -> None:
         self._pieces, self._calls_eager = tuple(pieces), calls_eager
         self._generators = {id(one) for one in (torch.default_generator, *generators)}
-        # State and value watches of graph pieces (True) and of the whole step (False).
+        # Recorded states and value watches, by whether they cover only graph pieces.
         self._states: dict[bool, PythonState] = {}
         self._watches: dict[bool, ValueWatch] = {}
-        # Inside ``contained``: whether only changes by graph pieces count. Otherwise None.
+        # Whether only changes by graph pieces count; None outside ``contained``.
         self._graphs_alone: bool | None = None
         self._replaced: Counter[str] = Counter()
         # Entries that the step has changed, by identity of the container and key.

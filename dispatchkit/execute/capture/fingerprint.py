@@ -36,7 +36,8 @@ class Facts:
 
     Attributes:
         places: Addresses of static inputs, parameters and buffers, by name.
-        values: Numbers and other tensors that the functions refer to, by name.
+        values: Other tensors, and numbers, strings and dtypes, that the step's functions and
+            modules refer to, by name.
     """
 
     places: Mapping[str, Any]

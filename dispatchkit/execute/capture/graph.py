@@ -128,8 +128,8 @@ class GraphMaker:
             name: Name of the operations. Graphs with the same name run the same operations at
                 different sizes.
             notes: Notes of the preceding warmup, which ran the same operations.
-            compiled: Properties of the functions wrapped in torch.compile that the function calls.
-                A capture on a device cannot observe them, because they run compiled.
+            compiled: Properties of the torch.compile functions that the function calls. A capture
+                on a device cannot observe these properties, because the functions run compiled.
             draws: Whether the function may draw random numbers; False if its warmup drew none.
         """
         lane = self._lane
@@ -251,7 +251,7 @@ class GraphMaker:
                     draws=draws,
                 )
         finally:
-            caller.wait_stream(lane.stream)  # replays from the capture may still be running
+            caller.wait_stream(lane.stream)  # replays made during the capture may still be running
         return captured.outputs
 
 
@@ -263,7 +263,7 @@ def _warn_of_uncompiled_code(graph: WatchedGraph, compiled: CompiledCode) -> Non
             f"({ran_plainly} ran uncompiled), so the graph contains eager kernels. "
             "TORCH_LOGS=dynamo,recompiles shows why. Code that was called under a "
             "dispatch mode, or that exceeded torch._dynamo.config.recompile_limit, stays "
-            "uncompiled until torch._dynamo.reset().",
+            "uncompiled until torch._dynamo.reset() is called.",
             UncompiledCodeWarning,
         )
 

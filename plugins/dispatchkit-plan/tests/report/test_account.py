@@ -112,12 +112,14 @@ def test_an_explanation_says_what_stands_behind_each_state(plugins: Any) -> None
 
     dispatcher = Dispatcher(plugins.create_policy("vllm"), DispatchConfig(sizes=[8]))
     registry = dispatcher.registry
-    assert explain(dispatcher, 3, 3, 1).because.startswith("state: its graph is declared")
+    assert explain(dispatcher, 3, 3, 1).because.startswith(
+        "state: the graph for this batch is declared"
+    )
     assert explain(dispatcher, 3, 3, 1).nearest
     for key in registry:
         registry.failed(key, "out of memory")
     answer = explain(dispatcher, 3, 3, 1)
-    assert answer.because == "state: the capture of its graph failed: out of memory"
+    assert answer.because == "state: the capture of the graph for this batch failed: out of memory"
     assert explain(dispatcher, 0).because.startswith("constraint: a batch without tokens")
     assert explain(dispatcher, 0).nearest == ""
     assert explain(dispatcher, 3, ceiling=0).because.startswith("constraint: no mode")
