@@ -1,7 +1,7 @@
 """ConfigWatcher: reload a runner's settings file while serving.
 
 A watcher opens no port and starts no thread. Call ``poll`` in the serving loop, or ``run`` in a
-separate thread. Both detect changes by the file's modification time, size and inode.
+separate thread. Both detect changes via the file's modification time, size and inode.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class SwapWarning(RuntimeWarning):
 
 
 class ConfigWatcher:
-    """A watcher that updates a runner when its settings file changes.
+    """A watcher that updates a runner when a settings file changes.
 
-    Like ``pyproject.toml``, the file has its settings in the table ``[tool.dispatchkit]``. Settings
-    missing from the file keep their values, and the environment is ignored. Replace the file
-    atomically, by renaming, so that the watcher never reads a half-written file.
+    As in ``pyproject.toml``, the settings are in the table ``[tool.dispatchkit]``. Settings missing
+    from the file keep their values, and the environment is ignored. Replace the file atomically,
+    with ``os.replace``, so that the watcher never reads a half-written file.
 
     Args:
         runner: Runner whose settings follow the file.
         path: Path to the settings file.
 
     Attributes:
-        error: Error that caused the last version of the file to be rejected, or None.
+        error: Error that caused the latest version of the file to be rejected, or None.
     """
 
     def __init__(self, runner: GraphRunner, path: str | os.PathLike[str]) -> None:
@@ -60,7 +60,8 @@ class ConfigWatcher:
         of the file.
 
         Returns:
-            The report of the swap; None if the file changed no setting or was rejected.
+            The report of the swap; None if the file is unchanged, changes no setting, or was
+            rejected.
         """
         stamp = self._stamp()
         if stamp == self._seen:

@@ -122,13 +122,13 @@ class Controls:
     ) -> BackgroundCapture:
         """Start a background capture of the keys that have no graph.
 
-        Waiting steps run between the phases of each capture: the warmup, the capture itself, the
-        instantiation by the driver, and each replay of the row proof. A capture has only one phase
-        if its mode is PIECEWISE, if the runner has several lanes, or if the step changes state,
-        declares scratch, draws random numbers or calls functions wrapped in ``torch.compile``.
-        Pauses longer than ``max_pause_us`` are listed in ``pauses`` of the result, with their
-        phase. During a capture, calls that would trigger a lazy capture run eager, with reason
-        ``capture_pending``.
+        Waiting steps run between the phases of each capture: the warmup, the memory measurement if
+        memory is limited, the capture itself, the instantiation of the graph, and each replay of
+        the row proof. A capture has only one phase if its mode is PIECEWISE, if the runner has
+        several lanes, or if the step changes state, declares scratch, draws random numbers or calls
+        functions wrapped in ``torch.compile``. The attribute ``pauses`` of the result lists the
+        pauses longer than ``max_pause_us``, with their phases. During a capture, calls that would
+        trigger a lazy capture run eager, with reason ``capture_pending``.
 
         Args:
             keys: Keys to capture; by default all declared keys. As in ``capture``, the largest is
@@ -250,10 +250,13 @@ class Controls:
             return next((key for key in tried if key is not None), None)
 
     def freeze(self, *, strict: bool | None = None) -> None:
-        """Stop capturing: batches without a graph run eager, or raise in strict mode.
+        """Stop capturing: batches without a graph run eager, or raise an error in strict mode.
+
+        Args:
+            strict: Whether to enable strict mode; None leaves it unchanged.
 
         Raises:
-            ConfigError: ``strict`` is neither a flag nor None.
+            ConfigError: ``strict`` is not True, False or None.
         """
         if strict is not None:
             check_flag(strict, "strict")
@@ -299,12 +302,12 @@ class Controls:
         output_batch_dims: Any = 0,
         has_effect: bool = True,
     ) -> None:
-        """Add a graph that was captured outside the runner to the first lane.
+        """Add an external graph, captured outside the runner, to the first lane.
 
         Args:
             key: The key of the graph; it is declared if necessary.
             graph: An object whose ``replay()`` launches the graph on the current stream.
-            inputs: The tensors that the graph reads, by input name; they have the size of the key.
+            inputs: The tensors that the graph reads, by input name, with the key's number of rows.
             outputs: The padded outputs of the graph.
             output_batch_dims: The batch dimensions of the outputs, as in ``BufferOptions``, but not
                 ``derived``.
@@ -312,8 +315,7 @@ class Controls:
 
         Raises:
             InputError: The tensors do not match the declared inputs at the size of the key.
-            CaptureError: ``output_batch_dims`` does not match the outputs, or the graph exceeds a
-                memory limit.
+            CaptureError: ``output_batch_dims`` does not match the outputs, or ``max_graphs`` is 0.
             ConfigError: Another argument is invalid.
         """
         _check_key(key)
@@ -367,7 +369,7 @@ class Controls:
                 member.lifecycle.graphs.clear()
 
     def invalidate(self, reason: str = "weights") -> int:
-        """Release all graphs because memory that they read was replaced; return their number.
+        """Release all graphs because memory that they read was replaced; return the number of keys.
 
         See ``GraphRunner.invalidate``.
         """
@@ -385,7 +387,7 @@ class Controls:
         """Enable or disable a runtime mode or a key while serving.
 
         Raises:
-            ConfigError: ``enabled`` is not a flag, or ``mode`` or ``key`` is invalid.
+            ConfigError: ``enabled`` is neither True nor False, or ``mode`` or ``key`` is invalid.
             RegistryError: Neither ``mode`` nor ``key`` is given, ``mode`` is NONE, or the key is
                 not declared.
         """
@@ -413,7 +415,7 @@ class Controls:
         return sum(member.lane.num_bytes() for member in self._executors)
 
     def stats(self) -> RunnerStats:
-        """Return the counters of all lanes together."""
+        """Return the counters summed over all lanes."""
         return RunnerStats.total(member.counters.read() for member in self._executors)
 
     def explain(
@@ -481,13 +483,13 @@ class Controls:
         if decision.key is None:
             retry = lifecycle.retry_key(decision.reason, missed)
             if retry is not None and lifecycle.will_retry(retry):
-                yield f"The step first tries to capture {retry}, and replays if that succeeds."
+                yield f"The step first tries to capture {retry}, and then replays it if possible."
         elif missing := {str(key): None for key in decision.keys if key not in lifecycle.live()}:
             yield f"The step first captures {', '.join(missing)}."
         if decision.reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
             yield (
-                "Each replay checks only some of the values, so a change may be detected several "
-                "steps later."
+                "Each replay checks only some of the values built into its graph, so a change may "
+                "be detected several steps later."
             )
         if decision.reason in NEXT_STEPS:
             yield lifecycle.next_step(decision.reason)
@@ -532,7 +534,7 @@ class Controls:
         return bool(done) and all(done)
 
     def launch_path(self, key: GraphKey) -> str:
-        """Return how a key's graph is launched: ``direct``, or ``replay`` and the reason.
+        """Return how a key's graph is launched: ``direct``, or ``replay:`` with the reason.
 
         If several lanes have the graph, the first of them is reported.
 
@@ -542,12 +544,12 @@ class Controls:
         return launch_path(self._first.work.backend, self._captured(key))
 
     def input_path(self, key: GraphKey) -> str:
-        """Return how a key's inputs are copied: ``node``, or ``copy`` and the reason.
+        """Return how a key's inputs are copied: ``node``, or ``copy:`` with the reason.
 
         With ``node``, a copy node of the graph copies the inputs. Before each launch, torch copies
         the device inputs that the node does not support. If the node does not support the host
-        inputs, the graph copies them from pinned memory. The result then ends with ``staging`` and
-        the reason. If several lanes have the graph, the first of them is reported.
+        inputs, the graph copies them from pinned memory. The result then ends with ``staging:``
+        and the reason. If several lanes have the graph, the first of them is reported.
 
         Raises:
             RegistryError: The key has no graph.

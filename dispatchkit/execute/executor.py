@@ -276,7 +276,7 @@ class Executor:
         """
         work = self.work
         axes, buffers = work.axes, work.spec.options.buffers
-        # The largest bucket of this policy, or of a policy that a later swap installs.
+        # Large enough for the buckets of this policy, and of a policy that a later swap installs.
         largest = max((key.num_tokens for key in self.registry), default=1)
         num_rows = max(largest, work.config.max_capture_size, buffers.buffer_rows or 0)
         if group.memory is not None:
@@ -309,7 +309,8 @@ def run_again(
         batch: The arguments of ``Dispatcher.dispatch``.
 
     Raises:
-        ReplayError: The step must run as decided (see ``DecisionRunner.run``).
+        ReplayError: The step had to run exactly as decided (see ``DecisionRunner.run``), but its
+            graph was released.
     """
     while True:
         eager.refuse_if_exact("its graph was released")

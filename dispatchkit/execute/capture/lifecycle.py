@@ -1,8 +1,8 @@
 """Lifecycle: decide when the keys of a lane are captured, and manage their graphs.
 
-All state changes go through the registry. Callers hold the lock that steps hold, so no step runs at
-the same time, except where a background capture releases the lock. A graph is released only after
-the work in flight has finished.
+All state changes go through the registry. Callers hold the same lock as steps, so no step runs at
+the same time unless a background capture releases the lock. A graph is released only after the work
+in flight has finished.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Attempt:
     Attributes:
         captured: Captured key; None if the capture failed.
         problem: Error of the capture; None if it succeeded.
-        lost: Keys whose graphs were evicted to free memory, for each member of the pool's group.
+        lost: Keys whose graphs were evicted to free memory, by member of the pool's group.
     """
 
     captured: CapturedKey | None
@@ -73,7 +73,7 @@ def _failed_too_often(entry: GraphEntry) -> str:
 
 
 def _reason_of(changed: Iterable[Entry]) -> str:
-    """Return the reason to count for replaced values; empty if there are none."""
+    """Return the reason for running eager after values were replaced; empty if none were."""
     are_weights = [isinstance(one.before, _WEIGHTS) for one in changed]
     if not are_weights:
         return ""
@@ -92,7 +92,8 @@ class Lifecycle:
         modes: Runtime modes that can be captured.
         counters: Counters in which captures are counted.
         lazy: Whether to capture keys on demand.
-        capture_after: Number of times that a key must be requested before it is captured lazily.
+        capture_after: Number of steps that must request a key to capture it lazily, including the
+            step that captures it.
 
     Attributes:
         graphs: Live graphs of the lane.
@@ -117,7 +118,7 @@ class Lifecycle:
         self.graphs: LiveGraphs = graphs
         self._budget = budget
         self.is_frozen = False
-        #: The last background capture of the lane's keys.
+        #: The most recent background capture of the lane's keys.
         self.background: BackgroundCapture | None = None
         self._capturer, self._lane, self._registry = capturer, lane, registry
         self._modes, self._counters = modes, counters
@@ -128,7 +129,7 @@ class Lifecycle:
     # -- reading ------------------------------------------------------------------------
 
     def live(self) -> dict[GraphKey, CapturedKey]:
-        """Return the captured keys."""
+        """Return the ``CapturedKey`` of each key that has a graph."""
         return self.graphs.by_key()
 
     def num_graphs(self) -> int:
@@ -175,7 +176,8 @@ class Lifecycle:
             again: Whether to retry keys that failed too often.
 
         Raises:
-            RegistryError: The runner is frozen, or a key is not declared.
+            RegistryError: The runner is frozen, the memory of the graphs is asleep, or a key is not
+                declared.
         """
         self._check_not_frozen()
         start = time.perf_counter()
@@ -215,9 +217,9 @@ class Lifecycle:
     def capture_in_turns(
         self, key: GraphKey, max_pause_us: float, *, between_operators: bool
     ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
-        """Capture a key in the background, letting steps of other threads run between its phases.
+        """Capture a key in the background; steps of other threads may run between phases.
 
-        The caller holds the lock of the lane's group, acquired exactly once. If no steps may run
+        The caller must have acquired the lock of the lane's group exactly once. If no steps may run
         between the phases, the key is captured without interruption.
 
         Args:
@@ -260,13 +262,13 @@ class Lifecycle:
         return problem, pacer.pauses
 
     def warm_up_family(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
-        """Warm up the smallest key of a family without interruption, unless the family is warm.
+        """Warm up the smallest key of a family without interruption.
 
-        Later captures let other steps run only if this warmup shows that the step has no effects
-        besides its outputs.
+        Do nothing if a key of the family was warmed up before. Later captures let other steps run
+        only if this warmup shows that the step has no effects besides its outputs.
 
         Returns:
-            The pauses of other steps that were longer than ``max_pause_us``; at most one.
+            The pauses of other steps longer than ``max_pause_us``; at most one.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -283,8 +285,8 @@ class Lifecycle:
     def warm_all(self) -> dict[GraphKey, str]:
         """Warm up all keys without a graph, largest first, without capturing them.
 
-        Graphs store the address of a library's workspace. A workspace that grows with the batch
-        size then reaches its full size before the first capture.
+        Graphs store the addresses of library workspaces, which may grow with the batch size. These
+        warmups let the workspaces reach their full size before the first capture.
 
         Returns:
             The error of each key whose warmup raised. These keys are not marked as failed.
@@ -302,7 +304,7 @@ class Lifecycle:
         return failed
 
     def expect_bytes(self, keys: Iterable[GraphKey]) -> int:
-        """Return the expected memory in bytes of the keys' graphs in a separate pool.
+        """Return the expected size, in bytes, of a separate pool for the graphs of some keys.
 
         Raises:
             CaptureError: The largest key cannot be warmed up or captured.
@@ -341,7 +343,7 @@ class Lifecycle:
             sample: Inputs of the step.
 
         Returns:
-            The reason why the step runs eager; empty if the table must be consulted again.
+            The reason why the step runs eager; empty if the batch must be dispatched again.
         """
         is_captured = self.graphs.entry(key).state is KeyState.CAPTURED
         reason = "" if is_captured else self.expected_wait(key)
@@ -368,11 +370,16 @@ class Lifecycle:
         return entry.state is KeyState.STALE or self._retries.is_due(entry)
 
     def note_missed(self, key: GraphKey, num_steps: int = 1) -> None:
-        """Count steps that would have used a key, for the order of ``capture_next``."""
+        """Count steps that would have used a key, to rank the keys for ``capture_next``."""
         self._seen[key] += num_steps
 
     def retry_key(self, reason: str, missed: Iterable[GraphKey]) -> GraphKey | None:
-        """Return the key whose capture the eager steps of a table cell may retry, or None."""
+        """Return the first key whose capture an eager step may retry, or None.
+
+        Args:
+            reason: Reason why the step runs eager.
+            missed: Keys without a graph that could have served the step.
+        """
         if self.is_frozen:
             return None
         for key in missed:
@@ -416,7 +423,7 @@ class Lifecycle:
         """Prove, with the inputs of a padded step, that padding does not change its rows.
 
         Returns:
-            Whether the table must be consulted again.
+            Whether the batch must be dispatched again.
         """
         rows = self._proof(step, partial(self._capturer.prove, step, sample))
         if rows is None:
@@ -428,7 +435,7 @@ class Lifecycle:
         """Prove, with the inputs of a part of a split batch, that rows are independent.
 
         Returns:
-            Whether the table must be consulted again.
+            Whether the batch must be dispatched again.
         """
         rows = self._proof(step, partial(self._capturer.prove_independent, step, sample))
         if rows is None:
@@ -440,8 +447,8 @@ class Lifecycle:
         """Run a proof and return its result, or None if it is skipped or raises.
 
         If the proof raises, the graph is disabled. The proof is skipped during a background
-        capture, and if modes or values differ from those of the capture, because a later call can
-        run it.
+        capture, or if modes (autocast, training) or built-in values have changed since the graph
+        was captured. A later call can run the proof.
         """
         if not self._lane.group.turns.may_capture() or not self._capturer.is_current(step):
             return None
@@ -455,9 +462,9 @@ class Lifecycle:
             return None
 
     def _empty_cells(self, step: CapturedKey) -> bool:
-        """Empty the table cells that a graph serves; return True."""
+        """Empty the table cells that use a graph, to decide their batches again; return True."""
         for key, one in self.live().items():
-            if one is step:  # its cells were decided before the proof
+            if one is step:  # cells of this key were decided before the proof
                 self._registry.captured(key, step, num_bytes=self.graphs.entry(key).num_bytes)
         return True
 
@@ -472,13 +479,13 @@ class Lifecycle:
         alike = (one for one in self.live().values() if family_of(one.key) == family_of(key))
         return next((one.rows.reason for one in alike if one.rows.reason), "")
 
-    # -- the end of a graph -------------------------------------------------------------
+    # -- eviction and invalidation ------------------------------------------------------
 
     def evict(self, key: GraphKey, reason: str = "requested") -> None:
-        """Evict the graph of a key, and release it when it is not in flight.
+        """Evict the graph of a key, and release the graph once it is no longer in flight.
 
         Raises:
-            RegistryError: The key has no graph.
+            RegistryError: The key is not declared or has no graph.
         """
         self.graphs.evict(key, reason)
 
@@ -497,7 +504,8 @@ class Lifecycle:
         """Measure the Python values that a step returns for a number of rows.
 
         If the step cannot run with this number of rows, its graph is disabled. Nothing is measured
-        if modes or values differ from those of the capture, because steps then do not replay.
+        if modes (autocast, training) or built-in values have changed since the capture, because
+        steps then do not replay the graph.
         """
         if not self._capturer.is_current(captured):
             return
@@ -511,7 +519,7 @@ class Lifecycle:
         """Invalidate the graphs if a value built into them was replaced.
 
         Returns:
-            The reason to count; empty if no value was replaced.
+            The reason why steps run eager; empty if no value was replaced.
         """
         changed = captured.values.changes()
         if not changed:
@@ -525,7 +533,7 @@ class Lifecycle:
         return _reason_of(captured.values.differences())
 
     def adopt(self, key: GraphKey, step: CapturedKey) -> None:
-        """Register a graph that was captured outside the runner, within ``max_graphs``."""
+        """Register an external graph; evict others if necessary to stay within ``max_graphs``."""
         self._registry.declare([key])
         if self.graphs.entry(key).state is KeyState.CAPTURED:
             self.graphs.evict(key, "replaced")

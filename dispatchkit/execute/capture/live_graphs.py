@@ -1,4 +1,4 @@
-"""LiveGraphs: the graphs of a lane that may be launched, and their release."""
+"""LiveGraphs: stores, evicts and releases the graphs that a lane can launch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LiveGraphs:
         self.num_evicted_for_budget: int = 0
 
     def by_key(self) -> dict[GraphKey, CapturedKey]:
-        """Return the captured keys."""
+        """Return the ``CapturedKey`` of each key that has a graph."""
         return {
             key: entry.graph
             for key, entry in tuple(self._registry.entries.items())
@@ -76,7 +76,7 @@ class LiveGraphs:
         """Evict the graph of a key.
 
         Raises:
-            RegistryError: The key has no graph.
+            RegistryError: The key is not declared or has no graph.
         """
         entry = self.entry(key)
         if entry.state is not KeyState.CAPTURED:

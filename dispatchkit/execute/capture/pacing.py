@@ -32,7 +32,7 @@ class PacedRun(DispatchMode):
     """
 
     def __init__(self, pacer: Pacer, part: str, lane: Lane | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._pacer, self._part, self._lane = pacer, part, lane
 
     @classmethod

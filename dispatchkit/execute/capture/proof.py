@@ -1,16 +1,16 @@
-"""Proof of rows: check that a graph computes the same rows as eager for a smaller batch.
+"""Proof of rows: check that a graph computes the same rows as an eager run of a smaller batch.
 
-A graph computes its whole bucket, and the caller receives the first rows. These rows equal the rows
-of eager under two conditions. No row may depend on later rows or on the number of rows, and row i
-of each output must belong to row i of the batch. Therefore each new graph is replayed on three rows
-of noise, followed once by more noise and once by fill. Both replays must return bitwise equal
-results for the three rows, unless repeated replays of the same rows differ as well. The step also
-runs eager on one row and on three rows. Its results must have the layout of the graph's results,
-and must equal them within rounding.
+A graph computes its whole bucket, and the caller receives the first rows. These rows equal those of
+an eager run under two conditions. No row may depend on later rows or on the number of rows, and row
+i of each output must belong to row i of the batch. Therefore each new graph is replayed on three
+rows of noise, followed once by more noise and once by fill values. Both replays must return bitwise
+equal results for the three rows, unless repeated replays of the same rows differ as well. The step
+also runs eager on one row and on three rows. Its results must have the layout of the graph's
+results, and must equal them within rounding.
 
-Comparing the two replays detects dependences that a comparison with eager misses. A few more rows
+Comparing the two replays detects dependencies that a comparison with eager misses. A few more rows
 often change a mean or an attention weight by less than the difference between two kernels. The
-comparison with eager detects dependences that replays miss: in ``x / x.shape[0]``, the number of
+comparison with eager detects dependencies that replays miss: in ``x / x.shape[0]``, the number of
 rows is built into the graph. Three rows leave most of the bucket to padding, and do not fill a
 block of two or four rows. The eager results are valid for all sizes, so each graph costs only two
 replays.
@@ -20,15 +20,17 @@ therefore has both signs, and differs in magnitude between the first three rows 
 Noise is limited to 0..1 if other numbers may be invalid. This is the case if an operation of the
 warmup draws with probabilities, asserts, is not part of torch, or converts floating-point numbers
 to integers (numbers below 1 become index 0, which is valid). Noise is also limited if other numbers
-lead to a non-finite result of eager or of a replay, for example through a logarithm or an overflow.
+lead to a non-finite result of an eager run or a replay, for example through a logarithm or an
+overflow.
 
 An input whose fill value hides positions is treated as a mask that is added to scores. The mask is
 set to zero, so all positions are visible. With noise, a step that hides positions with nonzero
 values would hide every position.
 
 Integers and booleans are not randomized, because a random slot could overwrite the row of a
-session. They contain fill, and each graph is proven again with the integers of a padded call. This
-is the call that requested the capture, or the first call whose integers differ from fill.
+session. They contain fill values, and each graph is proven again with the integers of a padded
+call. This is the call that requested the capture, or the first call whose integers differ from the
+fill values.
 
 If rows are declared independent, additional replays of a full batch prove this. First one half of
 the rows is replaced, then the other half. In both cases, the results of the unchanged half must
@@ -62,9 +64,9 @@ from dispatchkit.keys.batch import GraphKey
 
 _T = TypeVar("_T")
 
-#: Maximum number of padded calls to examine until the integers of a call differ from fill.
+#: Maximum number of padded calls to examine for integers that differ from the fill values.
 _OPEN_CALLS: Final = 8
-#: Numbers of rows that eager runs on; for a uniform batch, numbers of requests.
+#: Numbers of rows in the eager runs; for a uniform batch, numbers of requests.
 _EAGER_ROWS: Final = (1, 3)
 #: Number of rows that are compared at each end of a batch.
 _KEPT_ROWS: Final = 16
@@ -74,7 +76,8 @@ _TOLERANCE: Final = 2e-2
 _ROUNDINGS: Final = 16
 #: Smallest tolerance for the absolute difference per element, for sums that cancel.
 _FLOOR: Final = 1e-5
-#: Factor by which a difference may exceed that of repeated, nondeterministic replays (atomics).
+#: Factor by which a difference may exceed the difference between repeated replays, which may be
+#: nondeterministic (atomics).
 _SPREAD: Final = 16
 #: Maximum number of replays to detect nondeterminism.
 _REPEATS: Final = 16
@@ -87,8 +90,9 @@ _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
 _FAR: Final = 4
 #: An input with a fill value of at most this number is a mask that is added to scores.
 _HIDES: Final = -1e4
-#: First seed of the noise that replaces rows, and the width of its range, which ends at 1.
+#: First seed of the noise that replaces rows.
 _OTHER_SEED: Final = 1000
+#: Width of the range of the noise that replaces rows; the range ends at 1.
 _NEAR_ONE: Final = 0.1
 #: Dtypes of the state that is compared.
 _COMPARED: Final = frozenset(
@@ -104,8 +108,8 @@ class RowProver:
     Args:
         warmups: Warmups of the step, which run it eager.
         lane: Lane that the graphs were captured on.
-        keeps_outputs: Whether callers may still read the last results of a graph, so that a proof
-            must restore them.
+        keeps_outputs: Whether callers may still read the last results of a graph. If so, a proof
+            restores these results.
     """
 
     def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
@@ -124,7 +128,7 @@ class RowProver:
     def run_references(
         self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]
     ) -> tuple[int, Any] | None:
-        """Run eager on noise, unless the eager results are known for the key's family.
+        """Run the step eager on noise, unless the results are known for the key's family.
 
         Args:
             key: Key to capture.
@@ -175,7 +179,7 @@ class RowProver:
             del self._references[name]
 
     def prove(self, captured: CapturedKey, snapshot: Snapshot, sizes: Iterable[int]) -> RowProof:
-        """Prove, with noise and fill, that padding does not change the rows of a graph.
+        """Prove, with noise and fill values, that padding does not change the rows of a graph.
 
         Args:
             captured: Captured key whose outputs can be cut.
@@ -193,7 +197,7 @@ class RowProver:
         if problem := problems[max(eager)]:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, problem)
         fitting = {count: one for count, one in eager.items() if not problems[count]}
-        # Integers may be slots: with fill, all rows would read and write the same unused slot.
+        # Integers may be slots: with fill values, all rows would use the same unused slot.
         has_integers = any(map(_is_from_call, self._lane.buffers_of(key).inputs))
         draws_alike = False
         if not (has_integers and self._warmups.may_write_scratch()):
@@ -231,7 +235,7 @@ class RowProver:
             count = trial.rows.num_given
             if not trial.rows.is_varied or not known.min_rows <= count < captured.key.num_tokens:
                 return known
-            # With inputs other than fill, operations may write to different memory.
+            # With inputs other than fill values, operations may write to different memory.
             with self._warmups.contents_watched_once(captured.key, snapshot, is_varied=True):
                 eager = self._reference(captured.key, trial.rows, snapshot, count)
             if eager is None:
@@ -375,7 +379,7 @@ class RowProver:
                 rows.end()
 
     def _find(self, trial: _Trial, unit: int, eager: dict[int, _Outputs]) -> str:
-        """Describe how rows depend on padding or differ from eager; empty if they do neither."""
+        """Describe a dependency on padding or a difference from eager; empty if there is none."""
         noisy = trial.with_noise_after(eager)
         most = next((count for count in eager if count > unit), unit)
         filled = trial.with_fill_after(most)
@@ -392,7 +396,7 @@ class RowProver:
             return f"output {index} of a batch of {rows} depends on the padding rows"
         if any(graph.has_random_state for graph in trial.captured.graphs):
             return ""  # unlike eager, the graph also draws for padding rows
-        # Flags that contain fill may hide all positions; results may then legitimately differ.
+        # Flags with fill values may hide all positions; results may then legitimately differ.
         is_of_fill = trial.rows.has_integers and not trial.rows.is_varied
         for count, one in eager.items():
             if is_of_fill and not one.is_finite():
@@ -408,7 +412,8 @@ class RowProver:
     def _draws_alike(self, trial: _Trial, eager: Mapping[int, _Outputs]) -> bool:
         """Return whether the step draws the same random numbers for any number of rows.
 
-        Must follow a replay, which advances generators as eager does for a full batch.
+        Call this method after a replay, which advances generators as an eager run of a full batch
+        does.
         """
         if not trial.captured.draws:
             return True
@@ -416,7 +421,7 @@ class RowProver:
         after = snapshot.generator_states()
         for count, one in eager.items():
             if one.drawn_from != snapshot.saved_generator_states:
-                # The known run began in a different generator state.
+                # The known eager run began in a different generator state.
                 found = self._reference(key, rows, snapshot, count, anew=True)
             else:
                 found = one
@@ -479,7 +484,7 @@ class RowProver:
     def _differs(
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
     ) -> str:
-        """Name the first output or state that differs from eager; empty if all are equal."""
+        """Return the name of the first output or state that differs from eager; empty if equal."""
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         eager = self._reference(key, rows, snapshot, count)
         found = self._difference(trial, got, state, eager, count)
@@ -549,7 +554,7 @@ class _Outputs:
         return all(bool(_numbers(one).isfinite().all()) for one in with_fractions)
 
     def mismatch(self, layout: OutputLayout, count: int) -> str:
-        """Describe the first difference of the outputs of ``count`` rows; empty if they fit."""
+        """Describe the first mismatch with a layout for ``count`` rows; empty if there is none."""
         found = layout.mismatch(self.leaves, self.structure, count)
         return f"in an eager run of {counted(count, 'row')}, {found}" if found else ""
 
@@ -572,7 +577,7 @@ class _Rows:
             None.
         head: Number of leading rows that are the same for all sizes.
         has_integers: Whether any input other than slots contains integers or flags.
-        is_varied: Whether integers or flags of the call differ from fill.
+        is_varied: Whether integers or flags of the call differ from the fill values.
         num_given: Number of rows in the call.
     """
 
@@ -645,7 +650,7 @@ class _Rows:
         self._held = self._num_rows
 
     def change(self, is_changed: torch.Tensor) -> None:
-        """Replace numbers in some rows with other noise close to 1, and integers with fill."""
+        """In some rows, replace floats with noise close to 1, and integers with fill values."""
         self._held = 0
         places = is_changed.nonzero()[:, 0]
         for seed, (spec, place) in enumerate(self._places):
@@ -717,7 +722,7 @@ class _Trial:
         warmups: Warmups, which record the state that the step changes.
 
     Attributes:
-        has_overflown: Whether a result was not finite only because of noise after the rows.
+        has_overflown: Whether noise in the padding rows made a result non-finite.
         draws_alike: Whether the step draws the same random numbers for any number of rows.
     """
 
@@ -757,7 +762,11 @@ class _Trial:
         return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
     def write_far_noise(self, count: int) -> bool:
-        """Write far larger noise after the first ``count`` rows; return False if not needed."""
+        """Make later replays use far larger noise after the first ``count`` rows, if needed.
+
+        Returns:
+            Whether the noise was changed.
+        """
         size, number = self.captured.key.num_tokens, len(_FREE_MAGNITUDES)
         if not self.rows.is_free or any(row % number == _FAR for row in range(count, size)):
             return False
@@ -766,7 +775,7 @@ class _Trial:
         return True
 
     def with_fill_after(self, count: int) -> list[Any]:
-        """Replay with fill after the first ``count`` rows; return the outputs for these rows."""
+        """Replay with fill values after the first ``count`` rows; return these rows' outputs."""
         return self._done(self.kept(self._replay(count, count), count))
 
     def whole(
@@ -807,8 +816,9 @@ class _Trial:
         """Return whether another replay of the same rows changes state again."""
         if not self._warmups.writes() or not self._warmups.may_restore():
             return False
-        # All rows after the call use fill as their slot. With fill they write equal values, but
-        # with noise the result would depend on the order of writes.
+        # All rows after those of the call use the fill value as their slot. If their other inputs
+        # are fill values too, they write equal values to the slot. With noise, the result would
+        # depend on the order of writes.
         count = self.rows.num_given or self.captured.key.num_tokens
         self._replay(count, count)
         once = self.snapshot.contents()
@@ -868,7 +878,7 @@ def _head_of(key: GraphKey) -> int:
 
 
 def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
-    """Return the number of rows of each eager run for a key, in order; may be empty.
+    """Return the numbers of rows to run eager for a key, in order; empty if none is smaller.
 
     Args:
         key: Key to capture.
@@ -1021,7 +1031,8 @@ def _is_chance(
         other: Second result.
         again: Results of repeated replays of the same rows.
         rounding: Largest ``eps`` that the step computes with. The order of additions cannot cause
-            differences beyond rounding, so for these only one repeated replay is compared.
+            differences beyond rounding, so such differences are compared with only one repeated
+            replay.
     """
     difference, spread = _difference(one, other), 0.0
     if not difference:

@@ -10,7 +10,8 @@ from dispatchkit.registry import GraphEntry, KeyState
 
 #: Maximum number of capture attempts for a key.
 MAX_ATTEMPTS = 3
-#: Number of steps until a failed key is retried; quadrupled after each failure.
+#: Number of steps that would have used a failed key before it is retried. Each further failure
+#: quadruples this number.
 RETRY_AFTER = 64
 
 

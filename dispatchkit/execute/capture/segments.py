@@ -33,7 +33,7 @@ from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import OperatorWrites, StorageSet, plain_tensor
 from dispatchkit.once import line_of_call
 
-#: Next steps if later segments cannot read the result of a function, or of an operator.
+#: Next steps in errors, if later segments cannot read the result of an eager function or operator.
 _CONVERT_RESULT = "Convert the tensor inside the eager function."
 _CONVERT_OPERATOR = (
     "Put the operator and a conversion of its result into one function decorated with "
@@ -43,7 +43,7 @@ _CONVERT_OPERATOR = (
 
 @attrs.frozen
 class CallShapes:
-    """The shapes of an eager call in one run, or the batch dimensions derived from two runs.
+    """The shapes of tensors in an eager call, or their batch dimensions derived from two runs.
 
     Attributes:
         line: File and line of the call.
@@ -93,7 +93,7 @@ class ShapeRecorder:
 
 
 class ArgumentHolder:
-    """Breaker that keeps the same values alive as a capture in segments, while memory is measured.
+    """Breaker for the memory measurement that keeps the same values alive as a capture would.
 
     CUDA tensors are not kept alive, because the pool retains the memory of segments.
     """
@@ -438,8 +438,8 @@ def _batch_dim(one: Any, two: Any, size: int, other: int) -> int | None:
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Replace the tensors in a value, or return the value itself if no tensor changes.
 
-    In the second case, replays see changes that a caller makes to the value between steps, for
-    example to a list.
+    If the value itself is returned, replays see changes that a caller makes to it between steps,
+    for example to a list.
     """
     leaves, spec = tree_flatten(value)
     made = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -147,7 +147,7 @@ class Warmups:
         return None if known is None else known[0] * key.num_tokens // known[1]
 
     def forget(self) -> None:
-        """Discard the recorded Python state and the reads of compiled functions."""
+        """Discard the recorded Python state and the properties of compiled functions."""
         self.effects.forget()
         for family in self._compiled:
             self._peaks.pop(family, None)
@@ -392,7 +392,7 @@ class Warmups:
         return declared_layout(outputs, size, self._batch_dims)
 
     def rounding(self, key: GraphKey) -> float | None:
-        """Return the largest ``eps`` of the dtypes that the step computes.
+        """Return the largest ``eps`` of the dtypes that the step computes with.
 
         Return 0 if the step computes only integers, and None if no warmup was watched.
         """
@@ -443,7 +443,7 @@ class Warmups:
 
         Args:
             key: Key that runs in the block.
-            snapshot: Snapshot that receives the written storages.
+            snapshot: Snapshot in which the old contents of written storages are saved.
             is_varied: Whether the step runs on the integers of a call. They may cause writes that
                 fill values do not cause.
 
@@ -460,11 +460,11 @@ class Warmups:
 
     @contextmanager
     def contents_watched(self, key: GraphKey, snapshot: Snapshot) -> Iterator[None]:
-        """Detect writes that operator schemas do not declare; the snapshot gets the old contents.
+        """Detect writes that operator schemas do not declare, and save the old contents.
 
         Args:
             key: Key that runs in the block.
-            snapshot: Snapshot that receives the written storages.
+            snapshot: Snapshot in which the old contents of written storages are saved.
 
         Raises:
             CaptureError: The step wrote to a tensor that is too large to be restored.
@@ -498,7 +498,7 @@ class Warmups:
                 self._written.add(tensor)
 
     def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
-        """Yield the tensors that the step reaches, except inputs and those known to be written."""
+        """Yield the tensors that the step reaches, except inputs, known state and scratch."""
         for entry in self.effects.state().values_read():
             value = entry.before
             if isinstance(value, torch.Tensor) and is_dense(value):

@@ -2,9 +2,9 @@
 
 By default, the batch dimension is dimension 0 of the first tensor, and of each tensor with the same
 size there. For recurrent states, whose dimension 0 counts layers, it is dimension 1. The first
-tensor is treated as a time-first sequence if another tensor has the same size in dimension 1, but
-no other tensor has the size of the first tensor's dimension 0. The batch dimension of all batched
-tensors is then dimension 1. A guess may be wrong, so each capture checks it.
+tensor is treated as a time-first sequence if its size in dimension 1 recurs in another tensor, but
+its size in dimension 0 does not. The batch dimension of all batched tensors is then dimension 1. A
+guess may be wrong, so each capture checks it.
 """
 
 from __future__ import annotations

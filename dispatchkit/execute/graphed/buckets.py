@@ -1,4 +1,4 @@
-"""Choose buckets for an undeclared axis: powers of two, later planned from observed sizes.
+"""Choose buckets for an undeclared axis: first powers of two, later a plan for observed sizes.
 
 A plan minimizes padding without using more buckets than before, so it needs no additional graphs.
 New buckets invalidate all graphs of a form of calls, that is, of calls that differ only in the
@@ -19,7 +19,7 @@ MIN_BUCKET: Final = 16
 _HEADROOM: Final = 4
 #: Numbers of calls after which buckets are planned.
 _PLAN_AFTER: Final = (512, 8192)
-#: A plan is used if it reduces the positions computed, including padding, to this fraction or less.
+#: A plan is used if it reduces the computed positions, including padding, to at most this fraction.
 _MAX_PLANNED_RATIO: Final = 0.85
 #: Granularity of counted sizes and planned buckets.
 _STEP: Final = 8

@@ -28,8 +28,8 @@ _facts_with_grad_of: Callable[[Any], Any] = attrgetter("shape", "dtype", "device
 class CallCache(Generic[_T]):
     """A cache of one value per kind of call.
 
-    torch's tensor guards recognize a call in a third of the time that computing its key takes. The
-    key is used if the guards do not match.
+    torch's tensor guards recognize a call in a third of the time it takes to compute its key. The
+    key is used only if the guards do not match.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class CallCache(Generic[_T]):
     def get(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_grad: bool, is_training: bool
     ) -> _T | None:
-        """Return the value of calls with the same key, or None."""
+        """Return the value of an earlier call with the same key, or None."""
         key = _key_of(args, kwargs, has_grad, is_training) if self._values else None
         return None if key is None else self._values.get(key)
 

@@ -60,8 +60,8 @@ _HOLDS_WEIGHTS = (
 _PADDING_CHANGES = (
     "Calls differ in sizes other than the batch size, and {}. Graphs are therefore captured for "
     f"each exact size, up to {MAX_FORMS} forms of calls. To let sizes share graphs, pass a mask "
-    "that hides padding, or use GraphRunner(..., axes=[Axis(...)]) with fill values that change no "
-    "result."
+    "that hides padding, or use GraphRunner(..., axes=[Axis(...)]) with fill values that do not "
+    "change results."
 )
 
 _layout_of: Callable[[Any], Any] = attrgetter("layout")
@@ -105,7 +105,7 @@ class GraphedStats:
 
 @attrs.frozen
 class _GradientProbe:
-    """The analysis of a call that runs eager to show whether calls of its kind need gradients.
+    """A marker for a call that runs eager to show whether calls of its kind need gradients.
 
     Attributes:
         kind: Kind of the call: nesting of its arguments, values that are not tensors, and the
@@ -161,7 +161,7 @@ class GraphedCalls:
         target: The given module or function.
         module: The target if it is a module, else None.
         settings: The given arguments of the runners.
-        memory: Memory that the runners share: its budget and, if possible, a pool.
+        memory: The ``GraphMemory`` of all runners, which share its budget and, if possible, a pool.
         batch_dims: The given batch dimensions.
         grows: Whether no capture sizes were given, so that the sizes of each form grow with its
             largest batch.
@@ -208,7 +208,7 @@ class GraphedCalls:
             self._signature = None  # a builtin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call through its form's runner, or eager with a counted reason."""
+        """Run a call through the runner of its form, or run it eager and count the reason."""
         self._calls += 1
         has_grad, is_training = _is_grad_enabled(), getattr(self.module, "training", False)
         cache = self._cache
@@ -259,7 +259,7 @@ class GraphedCalls:
         return runner.submit(*tensors, **route.sizes)
 
     def capture(self, *args: Any, **kwargs: Any) -> int:
-        """Capture all sizes for the form of a call in advance; return the number of graphs.
+        """Capture all sizes for the form of a call in advance; return the number of new graphs.
 
         Raises:
             InputError: The call has no graphs; the message contains the reason.
@@ -505,7 +505,7 @@ class GraphedCalls:
         """Return the batch dimension of each tensor, or why the call runs eager.
 
         Raises:
-            ConfigError: The declaration does not match the call.
+            ConfigError: The declared ``batch_dims`` do not match the call.
         """
         if self.batch_dims != DERIVED:
             return self._declared_dims(args, kwargs, tensors)
@@ -589,7 +589,7 @@ class GraphedCalls:
             found = [name for name, one in named if one.requires_grad]
             if not found:
                 return _HOLDS_WEIGHTS.format("may require")
-            return _REQUIRES_GRAD.format(_some(found, "and"))
+            return _REQUIRES_GRAD.format(_some(found))
         if reason == Reason.NO_BATCH:
             found = [name for name, one in named if one.dim()]
             if not found:
@@ -598,7 +598,7 @@ class GraphedCalls:
                 )
             return (
                 f"batch_dims declares no batch dimension for the tensors of the call "
-                f"({_some(found, 'and')}). Declare at least one, for example with "
+                f"({_some(found)}). Declare at least one, for example with "
                 f"graphed(batch_dims={{{found[0]!r}: 0}})."
             )
         if reason == Reason.TENSOR_KIND:
@@ -634,11 +634,13 @@ class GraphedCalls:
             for at, value in enumerate(form.constants):
                 values.setdefault(at, set()).add(format_value(value))
         varied = [
-            f"tensor {name} was {_some(found)}" for name, found in shapes.items() if len(found) > 1
+            f"tensor {name} was one of {_some(found)}"
+            for name, found in shapes.items()
+            if len(found) > 1
         ]
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
-            varied.append(f"a value was {_some(found)} (pass it as a tensor)")
+            varied.append(f"a value was one of {_some(found)} (pass it as a tensor)")
         reached = f"The maximum of {counted(len(forms), 'form')} of calls has been reached"
         if not varied:
             return (
@@ -653,7 +655,7 @@ class GraphedCalls:
     def _warn_without_graphs(self, reason: str, next_step: str) -> None:
         warn_at_call(
             f"Calls run without graphs (reason: {reason}). {next_step} This warning is issued "
-            "once; .graphed.stats() counts these calls.",
+            "once per reason; .graphed.stats() counts these calls.",
             EagerStepWarning,
         )
 
@@ -724,8 +726,8 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _some(found: Iterable[str], before_more: str = "or one of") -> str:
+def _some(found: Iterable[str]) -> str:
     """Return the first three values as text, with the number of further values."""
     ordered = sorted(found)
-    more = f" {before_more} {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

@@ -1,8 +1,8 @@
 """Form: calls that share their graphs, and the runner of these graphs.
 
 The tensors of a call are the inputs of its graphs. Everything else is built into the graphs: values
-that are not tensors, keywords, the nesting of tensors, their dtypes and fixed dimensions. Calls
-that differ in any of these have different forms. Calls of one form differ only in the sizes of the
+that are not tensors, keywords, and the nesting, dtypes and fixed dimensions of tensors. Calls that
+differ in any of these have different forms. Calls of one form differ only in the sizes of the
 batch and axes.
 """
 
@@ -126,7 +126,7 @@ class Form:
             own.now = before
 
     def runner_for(self, rows: int, sizes: Mapping[str, int]) -> GraphRunner:
-        """Return a runner with capacity for a number of rows and a size of each axis.
+        """Return a runner with capacity for the rows and axis sizes of a call.
 
         The runner is replaced if its capacity is too small or its buckets changed. The capacity for
         rows grows only if no capture sizes were given.
@@ -145,12 +145,12 @@ class Form:
         return runner
 
     def fix_buckets(self) -> None:
-        """Disable later planning of buckets, because graphs were captured for all of them."""
+        """Disable further planning of buckets, because graphs were captured for all of them."""
         for one in self.buckets.values():
             one.is_fixed = True
 
     def _captured(self) -> Iterator[tuple[Executor, GraphKey]]:
-        """Yield pairs of a lane and a key that has a graph on it."""
+        """Yield the executor and the key of each captured graph."""
         for lane in () if self.runner is None else self.runner.lanes:
             for key, entry in lane.registry.entries.items():
                 if entry.state is KeyState.CAPTURED:
@@ -161,13 +161,13 @@ class Form:
         return any(True for _ in self._captured())
 
     def is_pure(self) -> bool:
-        """Return whether a capture has shown that the target has no visible effects."""
+        """Return whether a capture has shown that the target has no effects besides its results."""
         if self.runner is None or self.runner.backend.is_capturing():
             return False
         return any(lane.warmups.is_pure(key) for lane, key in self._captured())
 
     def run_on(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Call the target directly with other tensors."""
+        """Call the target without graphs, on other tensors."""
         leaves = list(self.constants)
         for at, one in zip(self._places, tensors, strict=True):
             leaves[at] = one
@@ -282,7 +282,7 @@ def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable
 
     def contiguous_step(**inputs: torch.Tensor) -> Any:
         copies = {}
-        with torch.inference_mode(False):  # inference tensors have no version
+        with torch.inference_mode(False):  # inference tensors have no version counter
             for name in names:
                 if not inputs[name].is_contiguous():
                     copies[name] = inputs[name].contiguous()

@@ -1,7 +1,7 @@
 """graphed: run a module or a function through graphs with one line.
 
 Properties that are derived from calls are guesses, so each capture checks them. If padding changes
-the results of a graph, the graph serves only full buckets.
+the results of a graph, the graph serves only batches that fill it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GraphedFunction:
         self.graphed = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call through graphs, or eager with a counted reason."""
+        """Run a call through graphs, or run it eager and count the reason."""
         return self.graphed(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
@@ -72,11 +72,11 @@ def graphed(
 ) -> Any:
     """Run a module or a function through graphs; also a decorator.
 
-    No option is required. Inputs and batch dimensions are derived from calls, graphs are captured
-    on demand, sizes grow with the batches, and each capture checks whether padding changes results.
-    Calls that need gradients run eager. With gradients enabled, a call needs gradients if one of
-    its tensors requires them, if the module is in training mode, or if the results of a function
-    require them.
+    No option is required. Inputs and batch dimensions are derived from calls, and graphs are
+    captured on demand. The capture sizes grow with the batches. Each capture checks whether padding
+    changes results. Calls that need gradients run eager. With gradients enabled, a call needs
+    gradients if one of its tensors requires them, if the module is in training mode, or if the
+    results of a function require them.
 
     Args:
         module_or_function: Module or function; if omitted, a decorator is returned.
@@ -114,7 +114,7 @@ def graphed(
     options = check_instance(settings.pop("options", RunnerOptions()), RunnerOptions, "options")
     if check_flag(pieces, "pieces"):
         if "mode" in settings or "mode" in changed_settings(options.config):
-            hint = "pieces=True selects mode='PIECEWISE'. Omit one of them."
+            hint = "pieces=True selects mode='PIECEWISE'. Omit pieces or the mode."
             raise ConfigError("pieces", pieces, "False if a mode is given", hint)
         settings["mode"] = "PIECEWISE"
     if isinstance(sizes, Iterable) and not isinstance(sizes, str):

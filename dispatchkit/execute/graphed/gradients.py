@@ -2,8 +2,8 @@
 
 The tensors of a call and the training mode of a module can be checked before the call. A function
 may also hold tensors in its closure, in the object that a method is bound to, or in the arguments
-of a ``partial``. If a held tensor requires gradients, the first call of each kind runs eager if
-gradients are enabled. Its result shows whether calls of this kind need gradients.
+of a ``partial``. If a held tensor requires gradients and gradients are enabled, the first call of
+each kind runs eager. Its result shows whether calls of this kind need gradients.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class _Graphed:
         return self._dispatchkit_calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Naming __call__ halves the cost of its lookup.
+        # Naming __call__ explicitly halves the cost of the lookup.
         return self._dispatchkit_calls.__call__(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

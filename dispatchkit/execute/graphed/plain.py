@@ -1,4 +1,4 @@
-"""PlainSteps: runs eager calls with little overhead over calling the model.
+"""PlainSteps: runs eager calls of a graphed target with little overhead.
 
 The work of a runner around an eager step can take longer than a small model. PlainSteps therefore
 only dispatches and counts a step. Steps that must be ordered among streams, measured or compared go

@@ -1,4 +1,4 @@
-"""Find dimensions that vary besides the batch, such as a sequence length, and test padding.
+"""Find dimensions that vary besides the batch, such as a sequence length, and test padding them.
 
 A dimension varies if its size differs between two calls of a family. Dimensions that have equal
 sizes in each call form one axis. Calls are padded along an axis only after a proof that padding
@@ -11,7 +11,7 @@ The comparison with the half alone must allow for rounding, so it could miss a s
 
 Masks are padded both times with a value that hides positions. The value is found by trial: False or
 True for flags, 0 for masks of 0 and 1. Masks that are added to scores are padded with minus
-infinity or the smallest number.
+infinity or the smallest finite number.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class Family:
         return self._calls[0]
 
     def sizes(self, shapes: Shapes) -> dict[str, int] | None:
-        """Return the size of each axis in a call; None if the call needs graphs of exact size."""
+        """Return the size of each axis in a call; None if the call does not fit the axes."""
         return None if self.axes is None else self.axes.sizes(shapes)
 
     def may_vary(self, shapes: Shapes) -> bool:
@@ -288,7 +288,7 @@ class Family:
         tensors: Sequence[torch.Tensor],
         run: Callable[[Sequence[torch.Tensor]], Any],
     ) -> str:
-        """Find the axes of a call and test padding; return the problem, or an empty string.
+        """Find the axes of a call and test padding along them; return the problem, if any.
 
         Args:
             shapes: Shapes of the call's tensors, with None for the batch.

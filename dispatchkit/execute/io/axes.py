@@ -1,8 +1,8 @@
 """Axes in the executor: validate their values, pad inputs along them and cut results.
 
 An axis is either a dimension of inputs (a sequence length, an image size) or a number that changes
-the behavior of the step. Inputs are padded along a dimension with their fill value, up to the
-bucket, and results are cut to the value of the axis. Graphs are captured at buckets. A step whose
+the behavior of the step. Inputs are padded along a dimension, up to the bucket, as their ``fill``
+declares. Results are cut to the value of the axis. Graphs are captured at buckets. A step whose
 signature includes the axis receives the bucket in a capture, and the exact value when it runs
 eager.
 """
@@ -169,7 +169,7 @@ class AxisInputs:
                 shape = spec.sized(rows)
                 if tuple(call[index].shape) != tuple(shape):
                     call[index] = pad_input(call[index], declared, shape)
-        return rows, readable  # remains valid, because padded inputs are contiguous
+        return rows, readable  # still valid for the padded inputs, which are contiguous
 
     def part(self, call: AxisCall, start: int, num_rows: int) -> AxisCall:
         """Return views of some rows of a validated call."""
@@ -283,7 +283,7 @@ def _dimensions(
 
 
 def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
-    """Return an input, padded with its fill value to a larger shape.
+    """Return an input, padded to a larger shape as its ``fill`` declares.
 
     Args:
         value: Tensor, or numpy array for a host input.

@@ -149,7 +149,7 @@ class InputBuffers:
         return [source.to(self.inputs.device, copy=True) for source in sources]
 
     def mark_shared_results(self, leaves: Iterable[Any]) -> None:
-        """Set ``are_shared`` if results that are returned without a copy are in the buffers."""
+        """Set ``are_shared`` if a result returned without a copy is stored in the buffers."""
         storages = {tensor.untyped_storage()._cdata for tensor in self.tensors}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages:
@@ -158,9 +158,9 @@ class InputBuffers:
     def copy_overlapping(
         self, values: Sequence[Any], indices: Iterable[int] | None = None
     ) -> Sequence[Any]:
-        """Return a batch in which copies replace values that are in these buffers.
+        """Return a batch, with values that are stored in these buffers replaced by copies.
 
-        Otherwise, copying the batch into the buffers could overwrite a value before it is read.
+        Otherwise, loading the batch into the buffers could overwrite a value before it is read.
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
@@ -240,7 +240,7 @@ class InputBuffers:
         self.clean_from = max(self.clean_from, num_rows)
 
     def mark_filled(self, start: int, stop: int) -> None:
-        """Record fill values in rows ``start`` to ``stop``, but possibly not in earlier rows."""
+        """Record that rows ``start`` to ``stop`` contain fill values; earlier rows may not."""
         if self.clean_from <= stop:
             self.clean_to = max(self.clean_to, stop)
         else:
@@ -312,6 +312,6 @@ class StaticBuffers:
         return self._buffers.num_rows
 
     def wait(self) -> None:
-        """Wait until host inputs may be written, because their last copy has finished."""
+        """Wait until the last copy of the host inputs has finished; they may then be written."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()

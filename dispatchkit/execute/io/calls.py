@@ -23,7 +23,7 @@ class CallReader:
             node can read the inputs directly, or raises InputError.
         axes: Inputs of a runner with axes, otherwise None.
         has_host: Whether any input is in host memory.
-        is_special: Whether there are host inputs or axes, so that reading a call takes more than
+        is_special: Whether there are host inputs or axes, so that reading a call needs more than
             ``bind`` and ``check``.
     """
 
