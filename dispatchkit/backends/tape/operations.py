@@ -1,4 +1,4 @@
-"""Properties of operations: written arguments, parts, and variants with out arguments."""
+"""Find the arguments that an operation writes, its parts, and its variant with out arguments."""
 
 from __future__ import annotations
 

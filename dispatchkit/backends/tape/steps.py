@@ -1,4 +1,4 @@
-"""Recorded steps, and references to their tensors."""
+"""Recorded operations (the steps of a replay), and references to their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let steps of other threads run during a background capture."""
+"""Let steps run between the operators of a background capture, and while the backend ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the modules that the code of a step names."""
+"""Find the modules that a callable, such as a step, refers to."""
 
 from __future__ import annotations
 
