@@ -41,7 +41,7 @@ class RehearsingBackend(Protocol):
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return an upper bound on the pool's growth in a capture, in bytes.
+        """Return an upper bound on the bytes that a capture would add to the pool.
 
         The callable runs once on the stream, as in a warmup, and the caller restores the state that
         the callable changes. The pool does not change.
@@ -53,17 +53,18 @@ class RehearsingBackend(Protocol):
 
 
 class PriorityBackend(Protocol):
-    """A backend whose streams have priorities; ``capabilities.stream_priorities`` is True.
+    """A backend whose streams have priorities.
 
-    Without this protocol, lanes with priorities are refused.
+    A backend offers this protocol by setting ``capabilities.stream_priorities``. Without this
+    protocol, lanes with priorities are refused.
     """
 
     def new_stream(self, *, priority: int = 0) -> Stream:
         """Return a new stream.
 
         Args:
-            priority: Priority of the stream, at least 0. Work with larger numbers runs first, and
-                numbers above the device's range are reduced to its maximum. A graph keeps the
+            priority: Priority of the stream, at least 0. Streams with a higher priority run first.
+                A priority above the device's maximum is reduced to the maximum. A graph keeps the
                 priority of the stream that captured it.
 
         Raises:
@@ -80,7 +81,7 @@ class DirectLaunchBackend(Protocol):
     """
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
-        """Return the launch function and the graph's handle, or None if unsupported.
+        """Return the launch function and the graph's handle, or None if ``replay`` must be used.
 
         The result is valid until the graph is released. The launch function is called in every
         step, so it must not acquire a lock or create an object.
@@ -101,7 +102,7 @@ class UploadingBackend(Protocol):
     """
 
     def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
-        """Queue the preparation on a stream; return whether it is supported.
+        """Queue the preparation of a graph on a stream; return whether it was queued.
 
         Raises:
             ReplayError: The graph was released.
@@ -114,11 +115,11 @@ class WarmupNotes(Protocol):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a capture can use these notes instead of a watch."""
+        """Whether a capture can use these notes instead of watching each operation."""
         ...
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record an operation before it runs; arguments as for ``__torch_dispatch__``."""
+        """Record an operation before it runs, with the arguments of ``__torch_dispatch__``."""
         ...
 
 
@@ -132,24 +133,25 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def host_tensors(self) -> list[Any]:
-        """Host tensors that the graph reads or writes. Each capture uses different host tensors."""
+        """Host tensors that the graph reads or writes; each capture has its own host tensors."""
         ...
 
     @property
     def num_plain_operations(self) -> int:
-        """Number of operations in torch.compile functions that were captured uncompiled."""
+        """Number of operations captured from torch.compile functions that ran uncompiled."""
         ...
 
 
 class UnwatchedCaptureBackend(Protocol):
     """A backend that can capture with or without watching each operation.
 
-    ``capabilities.unwatched_captures`` is True. Watching takes microseconds per operation. If
-    captures of different sizes run the same operations, the runner watches only one capture.
+    A backend offers this protocol by setting ``capabilities.unwatched_captures``. Watching takes
+    microseconds per operation. If captures of different sizes run the same operations, the runner
+    watches only one of them.
     """
 
     def new_notes(self) -> WarmupNotes | None:
-        """Return empty notes for a warmup, or None if notes cannot replace a watch."""
+        """Return empty notes for a warmup, or None if captures cannot use notes."""
         ...
 
     def capture(
@@ -172,9 +174,10 @@ class UnwatchedCaptureBackend(Protocol):
             pool: The pool for the graph's memory.
             generators: Random generators, except the default generator.
             watched: Whether to watch each operation. False if an earlier capture watched the same
-                operations; the caller then adds ``holds`` of that graph to this graph.
-            notes: Plain notes from a warmup of the same operations, which replace the watch. Memory
-                used only by the warmup is not kept alive.
+                operations; the caller then adds that graph's ``holds`` to this graph's ``holds``.
+            notes: Notes from a warmup of the same operations, used instead of watching the capture.
+                ``is_plain`` of the notes must be True. Memory used only by the warmup is not kept
+                alive.
             compiled: Whether the callable calls functions wrapped in torch.compile, which must run
                 compiled.
             draws: Whether the callable may draw random numbers. If False (because a warmup drew no
@@ -307,7 +310,7 @@ class SleepingBackend(Protocol):
         ...
 
     def new_sleeping_pool(self) -> Any:
-        """Return a pool for captures, as ``new_pool`` does, or for ``allocate``."""
+        """Return a pool whose memory can sleep, for captures or for ``allocate``."""
         ...
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
@@ -315,7 +318,7 @@ class SleepingBackend(Protocol):
         ...
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Wait for the device, then release the memory of pools; return the number of bytes.
+        """Wait for the device, then release the memory of pools; return the bytes released.
 
         Until ``wake``, the memory must not be used, and nothing can be captured into the pools. A
         replay raises on the tape, but may crash the process on a device. Graphs may be released
@@ -349,9 +352,9 @@ class CopyRegion(NamedTuple):
 
 
 class CopyNode(Protocol):
-    """The first node of a graph, which copies inputs to its static buffers.
+    """The first node of a graph, which copies each batch into static inputs.
 
-    It copies nothing until its parameters are set. Each launch uses the latest parameters.
+    The node copies nothing until its parameters are set. Each launch uses the latest parameters.
     """
 
     @property
@@ -364,7 +367,7 @@ class CopyNode(Protocol):
         ...
 
     def attach(self, graph: CapturedGraph) -> str:
-        """Find the node in its captured graph; return the problem, or ``""``."""
+        """Find the node in its captured graph; return the problem, or ``""`` on success."""
         ...
 
     def setter(

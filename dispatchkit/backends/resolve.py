@@ -31,8 +31,8 @@ def resolve_backend(
         device: The device, if the name does not specify it: an index, ``"cuda:1"`` or a
             torch.device; None for the current device.
         registered: Factories of plugin backends by name, which accept ``device=``. A factory with a
-            built-in name replaces the built-in backend, including for ``"auto"`` and devices that
-            resolve to this name.
+            built-in name replaces the built-in backend, also if ``"auto"`` or a device selects this
+            name.
 
     Raises:
         UnknownNameError: No backend has this name.

@@ -20,6 +20,6 @@ def run_warmup(backend: Any, run: Callable[[], Any], stream: Any, iterations: in
             for _ in range(iterations):
                 result = run()
     finally:
-        # Also required after a failure, because queued work may still write the caller's state.
+        # Wait even after a failure, because queued work may still write the caller's state.
         caller.wait_stream(stream)
     return result

@@ -1,4 +1,4 @@
-"""The application: its commands and error handling.
+"""The command-line application: its commands and error handling.
 
 ``run`` handles all commands, including plugin commands. Errors of dispatchkit and of the operating
 system, incorrect command lines, and a lack of memory result in one message on stderr and exit code
@@ -69,7 +69,8 @@ class Commands(TyperGroup):
             if name in self.commands:
                 print_stderr(
                     f"Command {name!r} ({plugins.commands[name].origin}) is skipped: "
-                    "dispatchkit has a command with this name. Next: rename the plugin's command."
+                    "dispatchkit already has a command with this name. Next: rename the plugin's "
+                    "command."
                 )
             elif self._plugin_command(plugins, name) is not None:
                 own.append(name)
@@ -145,7 +146,7 @@ class Commands(TyperGroup):
 
 def _discard_stdout() -> None:
     """Redirect stdout to the null device if flushing fails, so that Python can flush it at exit."""
-    with contextlib.suppress(OSError, ValueError):  # stdout has no file descriptor
+    with contextlib.suppress(OSError, ValueError):  # stdout may have no file descriptor
         number = sys.stdout.fileno()
         try:
             sys.stdout.flush()

@@ -32,12 +32,12 @@ def bench(
             "--checkout",
             metavar="FOLDER",
             help="Root folder of the checkout, which contains bench/; by default, the checkout "
-            "from which this command runs.",
+            "that dispatchkit is imported from.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the benchmarks of a checkout, each in a separate process.
+    """Run the benchmarks of a checkout of dispatchkit, each in a separate process.
 
     Each benchmark prints its results as lines of JSON; --json collects them in one document.
     Exit code 1 if a benchmark fails.

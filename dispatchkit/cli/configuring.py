@@ -41,8 +41,8 @@ def show_config(
     """Show every setting with its value and source.
 
     Settings come from the table tool.dispatchkit of the nearest pyproject.toml,
-    the environment (DISPATCHKIT_POLICY, ...) and the command line. Later sources
-    override earlier sources.
+    the environment (DISPATCHKIT_POLICY, ...) and the command line. Each of these
+    sources overrides the sources before it.
 
     Example: dispatchkit --set lazy=true config show --policy vllm
     """

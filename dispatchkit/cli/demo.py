@@ -58,9 +58,9 @@ def demo(
 ) -> None:
     """Replay a real trace through a small decoder, and compare eager and dispatched steps.
 
-    Exit code 1 if the results of a step or the final caches differ from eager. All runner settings
-    apply (`dispatchkit config show` lists them). Limits that are not given are derived from the
-    trace.
+    Exit code 1 if the results of a step or the final caches differ from those of the eager run. All
+    runner settings apply (`dispatchkit config show` lists them). Limits that are not given are
+    derived from the trace.
 
     Example: dispatchkit demo --steps 100 --device tape
 

@@ -59,7 +59,7 @@ class Finding:
 def doctor(as_json: JsonOption = False) -> None:
     """Check torch, driver, device and plugins, and suggest fixes for problems.
 
-    Exit code 1 if a component is broken; slow components do not count.
+    Exit code 1 if a component is broken; slow components do not affect the exit code.
     """
     findings = []
     try:
@@ -219,7 +219,7 @@ def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
         return
     says = (
-        f"vLLM loads dispatchkit with {' and '.join(asked)}; see vLLM's startup log."
+        f"vLLM loads dispatchkit, which reads {' and '.join(asked)}; see vLLM's startup log."
         if asked
         else "dispatchkit has no effect inside vLLM until a setting such as DISPATCHKIT_POLICY is "
         "given."

@@ -11,7 +11,7 @@ TERMINATED = 143
 
 
 class Terminated(SystemExit):
-    """Raised on SIGTERM or a closed terminal, so that unfinished output is cleaned up."""
+    """Raised on SIGTERM or when the terminal is closed, so that unfinished output is cleaned up."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)

@@ -66,21 +66,23 @@ def explain_batch(
         ),
     ] = False,
     loras: Annotated[
-        int, typer.Option("--loras", metavar="N", help=("Number of adapters in use."))
+        int, typer.Option("--loras", metavar="N", help="Number of adapters that the batch uses.")
     ] = 0,
     values: Annotated[
         list[str] | None,
         typer.Option(
             "--value",
             metavar="AXIS=N",
-            help="Value of an axis in --axes; repeat the option for each axis.",
+            help="Value of an axis declared with --axes; repeat the option for each axis.",
             show_default=False,
         ),
     ] = None,
     ceiling: Annotated[
         str,
         typer.Option(
-            "--ceiling", metavar="MODE", help="Highest allowed mode: NONE, PIECEWISE or FULL."
+            "--ceiling",
+            metavar="MODE",
+            help="Highest allowed runtime mode: NONE, PIECEWISE or FULL.",
         ),
     ] = "FULL",
     show_all: Annotated[
@@ -185,7 +187,7 @@ def _cost_model(settings: Settings) -> CostModel | None:
 
 
 def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> DispatchConfig:
-    """Return the configuration.
+    """Return the configuration for a batch.
 
     Unless ``max_num_tokens`` is given, limits that are not given are raised to fit the batch.
     """

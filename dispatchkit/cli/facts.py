@@ -19,7 +19,7 @@ _DRIVER = re.compile(r"\b\d{3}\.\d+(?:\.\d+)?\b")
 
 
 def python() -> str:
-    """Describe the Python version, its path and the platform."""
+    """Describe the Python version, the path of its executable, and the platform."""
     name, number = platform.python_implementation(), platform.python_version()
     where = f"{platform.system()} {platform.release()} {platform.machine()}"
     return f"{name.replace('CPython', 'Python')} {number} ({sys.executable}) on {where}"
@@ -32,7 +32,7 @@ def libraries() -> str:
 
 
 def version_of(*names: str) -> str | None:
-    """Return the version of the first installed distribution, or None."""
+    """Return the version of the first named distribution that is installed, or None."""
     for name in names:
         try:
             return version(name)

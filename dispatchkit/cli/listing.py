@@ -53,7 +53,7 @@ def policies(as_json: JsonOption = False) -> None:
 
 
 def plugins(as_json: JsonOption = False) -> None:
-    """List all plugins, the names that they provide, and why some were skipped.
+    """List all plugins, and show the names that each provides or why it was skipped.
 
     Exit code 1 if a plugin could not be loaded.
     """

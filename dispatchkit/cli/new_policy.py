@@ -24,7 +24,8 @@ from dispatchkit.errors import ConfigError
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LONGEST_NAME = 100  # file systems allow 255 bytes, and package tools add a suffix
 
-#: Path of each template in the distribution; ``{package}`` is the name of the package.
+#: Template files, and the path at which each is written in the new distribution. ``{package}`` is
+#: the name of the Python package.
 _FILES = {
     "pyproject.toml.in": "pyproject.toml",
     "README.md.in": "README.md",

@@ -1,6 +1,7 @@
 """Options shared by several commands, and the settings and plugins derived from them.
 
-Every option declares its flags and metavar, because derived names differ between versions of typer.
+Every option declares its flags and metavar, because different versions of typer derive different
+names.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
     """Return the installed plugins that the settings allow; load them only once.
 
     Args:
-        settings: Settings that contain ``plugins`` and ``disable``; loaded by default.
+        settings: Settings that contain ``plugins`` and ``disable``; by default, the result of
+            ``settings_of()``.
 
     Raises:
         ConfigError: The settings are invalid.
@@ -209,11 +211,11 @@ def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
 def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool) -> PluginSet:
     from dispatchkit.plugins import load_plugins
 
-    # Commands report problems themselves: in one line, or in detail (`plugins`).
+    # Commands report skipped plugins themselves, so the log records must not be printed.
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    # If settings of plugins are given, they already include the environment variables.
+    # Given settings already include the values from the environment.
     return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
 
 

@@ -33,7 +33,7 @@ FORCE_HINT = "Next: choose another name, or use --force to overwrite it."
 
 
 def console() -> Console:
-    """Return a console for standard output; it prints plain text unless that is a terminal."""
+    """Return a console for standard output, which prints styles only on a terminal."""
     return Console(highlight=False, markup=False, soft_wrap=False)
 
 

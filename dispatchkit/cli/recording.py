@@ -41,8 +41,8 @@ def record(
         Path,
         typer.Argument(
             metavar="OUTPUT",
-            help="The trace to write: CSV, or JSON lines with "
-            ".jsonl in the name; .gz compresses it.",
+            help="Trace to write: JSON lines if the name ends in .jsonl, otherwise CSV; an "
+            "additional .gz compresses it.",
         ),
     ],
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m MODULE.")],

@@ -5,8 +5,8 @@ attention runs eager between them.
 
 All shapes depend only on the number of tokens, not on the values of positions or slots, so
 attention can also be captured. To keep shapes fixed, each token attends to its request's complete
-cache, and later positions are masked. A serving engine uses a special attention kernel. Plain
-operations keep this model readable and run on every device.
+cache, and later positions are masked. A serving engine would use a special attention kernel.
+Plain operations keep this model readable and run on every device.
 
 Shape legend: T tokens of the step, E embedding width, H heads, D head width, L cache rows of
 one request, S request slots, V vocabulary.
@@ -246,8 +246,8 @@ class Decoder(nn.Module):
     def attend_into(self, out: Tensor, *args: Any) -> None:
         """Attend, and write the result (T, E) to a tensor of the step.
 
-        Because this eager call returns nothing, a replay has no result to compare and need not save
-        and restore the cache.
+        This eager call returns nothing. If it returned a result, each replay would first save the
+        cache, to restore it if the result did not match that of the capture.
         """
         out.copy_(self.attend(*args))
 

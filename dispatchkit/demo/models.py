@@ -21,7 +21,7 @@ from dispatchkit.options import RunnerOptions
 
 __all__ = ["decoder", "mlp"]
 
-#: Capture sizes for a serving loop, closer together where batches are frequent.
+#: Capture sizes for a serving loop, closer together at frequent batch sizes.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _TAPE_SIZES = (1, 2, 4, 8, 16)
 
@@ -82,7 +82,7 @@ def mlp(
     options: RunnerOptions | None = None,
     **settings: Any,
 ) -> GraphRunner:
-    """Return a runner of an MLP from (rows, width) to (rows, width).
+    """Return a runner of an MLP whose input and output have the shape (rows, width).
 
     Args:
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.

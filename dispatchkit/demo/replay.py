@@ -36,9 +36,9 @@ from dispatchkit.settings import Settings
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
-#: Tolerances, because the order of summation depends on the batch size. float32 has about seven
-#: digits, and a result is the sum of a few hundred terms. Measured differences are less than a
-#: tenth of these tolerances.
+#: Results differ slightly, because the order of summation depends on the batch size. float32 has
+#: about seven digits, and a result is the sum of a few hundred terms. Measured differences are less
+#: than a tenth of these tolerances.
 ATOL, RTOL = 1e-3, 1e-3
 MIN_SLOTS, MAX_SLOTS = 8, 512
 DEVICES = ("auto", "tape", "cpu", "cuda")
@@ -353,7 +353,7 @@ class _Pair:
         return tuple(sorted(rows, key=lambda row: -row.steps))
 
     def batch1(self, *, rounds: int = 5) -> Batch1:
-        """Return the times of decoding a single request in slot 0, which overwrites the caches."""
+        """Return the times of decoding a single request in slot 0; this overwrites the caches."""
         calls = min(self.decoder.shape.cache_len, 100 if self.device.type == "cuda" else 20)
         one = torch.tensor([1], dtype=torch.int64, device=self.device)
         slot = torch.zeros_like(one)
@@ -393,13 +393,13 @@ class _Pair:
 
 
 def _uniform(config: DispatchConfig, query_len: int) -> int:
-    """Return the ``uniform`` argument for a number of tokens per request; 0 if not configured."""
+    """Return the ``uniform`` argument for a query length; 0 if ``query_lens`` lacks it."""
     lens = config.query_lens
     return lens.index(query_len) + 1 if query_len in lens else 0
 
 
 def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
-    """Return the mode and computed tokens of the single step between two readings of the stats."""
+    """Return the mode and padded tokens of the single step between two readings of the stats."""
     mode = next(
         mode for mode, count in after.steps_by_mode.items() if count > before.steps_by_mode[mode]
     )

@@ -35,7 +35,7 @@ class KindTimes:
 
 @attrs.frozen(kw_only=True)
 class Difference:
-    """A step whose results differ from eager.
+    """A step whose results differ from those of the eager run.
 
     Attributes:
         step: Number of the step, from 0.
@@ -114,7 +114,7 @@ class DemoReport:
         padding: Number of padding tokens.
         capture: Number of graphs, seconds, bytes, and failures.
         comparison: Comparison of dispatched and eager results.
-        batch1: Times of a single request.
+        batch1: Times of decoding a single request.
         seconds: Duration of the run.
     """
 
@@ -142,25 +142,27 @@ class DemoReport:
     def meaning(self) -> list[str]:
         """Return sentences that explain the results on this device."""
         compared = self.comparison
-        equal = "All dispatched steps and the final caches match eager within the tolerance."
+        equal = (
+            "All dispatched steps and the final caches match the eager run within the tolerance."
+        )
         if compared.different:
-            equal = "Some dispatched steps did NOT match eager. Do not trust their results."
+            equal = "Some dispatched steps did NOT match the eager run. Do not trust their results."
         elif compared.caches_differ:
             equal = (
-                "All dispatched steps match eager, but the final caches do NOT. Do not trust the "
-                "dispatched results."
+                "All dispatched steps match the eager run, but the final caches do NOT. Do not "
+                "trust the dispatched results."
             )
         if self.is_tape:
             tape = (
                 "The tape has the semantics of CUDA graphs on a CPU. It runs the same operations "
-                "one by one, including padding, without running the Python code of the step again. "
-                "These times do not predict times on a GPU."
+                "one by one, at the padded size, without running the Python code of the step "
+                "again. These times do not predict times on a GPU."
             )
             gpu = "For meaningful times, use --device cuda on a machine with a GPU."
             return [equal, tape, gpu]
         launches = (
-            "A FULL replay launches all kernels of a step with one call, whereas eager launches "
-            "each kernel from Python. "
+            "A FULL replay launches all kernels of a step with one call, whereas an eager step "
+            "launches each kernel from Python. "
         )
         if self.batch1.mode == "NONE":
             launches += "Here, a single request runs eager in both cases."

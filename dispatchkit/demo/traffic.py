@@ -83,7 +83,7 @@ class Traffic:
 
     @property
     def query_len(self) -> int:
-        """The most frequent query length of uniform steps; 1 without uniform steps."""
+        """The most frequent query length of uniform steps; 1 if there are none."""
         lengths = [step.query_len for step in self.steps if step.uniform]
         return max(set(lengths), key=lengths.count, default=1)
 

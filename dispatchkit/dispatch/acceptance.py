@@ -1,4 +1,4 @@
-"""Try a policy on batches around its declared sizes before it is installed."""
+"""Try a policy on batches around its declared sizes before the policy is installed."""
 
 from __future__ import annotations
 

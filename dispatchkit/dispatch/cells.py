@@ -11,7 +11,8 @@ from dispatchkit.keys.checks import is_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
-#: Code of the allowed modes, query class, variant (adapters and axes), number of tokens.
+#: A table cell: the code of the allowed modes, the query class (0 for mixed batches), the variant
+#: (adapters and axes), and the number of tokens.
 Cell = tuple[int, int, int, int]
 
 
@@ -44,7 +45,10 @@ def cell_of_call(
 def _limit_of(
     field: str, config: DispatchConfig, num_tokens: Any, *, is_above: bool
 ) -> tuple[str, str]:
-    """Return the name of a field's limit and the next step; raising it helps only above it."""
+    """Return the name of a field's limit, and the next step.
+
+    The next step suggests raising the limit only for a value above it.
+    """
     if field == "num_tokens":
         hint = (
             "Raise max_num_tokens for larger batches; batches above the largest capture size run "
@@ -101,7 +105,7 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
 
 
 def batch_of_cell(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
-    """Return the batch of a cell, with a number of requests (0 if unknown)."""
+    """Return the batch of a cell, with the given number of requests (0 if unknown)."""
     ceiling, uniform, variant, num_tokens = cell
     loras, axes = config.variants.facts(variant)
     is_uniform, query_len, max_query_len = config.query_class(uniform)

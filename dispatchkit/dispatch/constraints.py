@@ -43,8 +43,8 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
 def may_be_split(batch: Batch) -> bool:
     """Return whether a batch may be split: only mixed batches may, not decode batches.
 
-    The rows of a decode batch are grouped by request, and its graphs are captured for a number of
-    requests.
+    The rows of a decode batch are grouped by request, and its graphs are captured for a fixed
+    number of requests.
     """
     return not batch.uniform and batch.max_query_len is None
 

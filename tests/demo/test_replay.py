@@ -147,7 +147,8 @@ def test_a_wrong_cache_is_found_though_every_step_is_right(
     assert report.comparison.different == ()
     assert report.comparison.caches_differ
     assert not report.to_dict()["ok"]
-    assert "All dispatched steps match eager, but the final caches do NOT" in report.meaning()[0]
+    sentence = "All dispatched steps match the eager run, but the final caches do NOT."
+    assert sentence in report.meaning()[0]
 
 
 def test_a_request_on_a_gpu_is_described_by_the_mode_it_ran_in(report: DemoReport) -> None:

@@ -1,4 +1,4 @@
-"""The semantics of CUDA graphs on a CPU."""
+"""The tape: a backend with the semantics of CUDA graphs on a CPU."""
 
 from dispatchkit.backends.tape.backend import TapeBackend
 

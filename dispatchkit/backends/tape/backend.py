@@ -2,8 +2,8 @@
 
 As on a device, addresses are fixed, and Python code runs only during the capture. A capture refuses
 calls that wait for the device, and the error names the call. Replays draw the same random numbers
-as eager. A capture changes no tensors or generators outside the graph, even if it fails. Tensors
-that the callable stores stay alive, outputs contain poison until the first replay, and
+as eager runs. A capture changes no tensors or generators outside the graph, even if it fails.
+Tensors that the callable stores stay alive, outputs contain poison until the first replay, and
 intermediates share the memory of a pool.
 
 Differences from a device: A capture runs the operations and then undoes their effects. A graph
@@ -68,7 +68,7 @@ class _CurrentStream(threading.local):
 
 
 class TapeBackend:
-    """A backend that captures and replays graphs on a CPU, like CUDA graphs.
+    """A backend that captures and replays graphs on a CPU, as CUDA does on a GPU.
 
     Args:
         scheduler: Seed of the deferred scheduler, which exposes missing waits; None runs all work
@@ -178,7 +178,7 @@ class TapeBackend:
             self._thread.stream = before
 
     def new_event(self, *, timing: bool = False) -> TapeEvent:
-        """Return a new event; only timing events measure (host) time."""
+        """Return a new event; timing events measure host time."""
         return TapeEvent(self.current_stream, timing=timing)
 
     def synchronize(self) -> None:
@@ -217,7 +217,7 @@ class TapeBackend:
         return result
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Put the memory of pools to sleep; return the number of bytes."""
+        """Put the memory of pools to sleep; return the bytes that a device would release."""
         self.synchronize()
         return sum(pool.sleep() for pool in pools)
 

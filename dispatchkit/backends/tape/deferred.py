@@ -51,7 +51,7 @@ class _Blocks(threading.local):
         self.modes: list[_DeferredOperations] = []
 
     def innermost(self) -> _DeferredOperations:
-        """Return the mode of the block whose operations are queued."""
+        """Return the mode of the innermost block, which queues this thread's operations."""
         return self.modes[-1]
 
 
@@ -59,7 +59,7 @@ _blocks = _Blocks()
 
 
 class _HostReads(TorchFunctionMode):
-    """A mode that intercepts host reads that bypass the dispatcher, and waits for the stream."""
+    """A mode that waits for the stream before host reads that bypass torch's dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNC_FUNCTIONS and not capturing_device():
@@ -77,7 +77,7 @@ class _DeferredOperations(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if capturing_device():
-            return func(*args, **kwargs)  # already recorded by the recorder, the inner mode
+            return func(*args, **kwargs)  # the recorder, an inner mode, has already recorded it
         if _blocks.innermost() is not self:
             return func(*args, **kwargs)  # already handled by the inner block
         if is_higher_order(func):
@@ -106,7 +106,7 @@ class _DeferredOperations(DispatchMode):
     def _defer_write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Queue an operation that writes its arguments.
 
-        If it may resize its arguments, or returns other tensors, it runs now.
+        An operation that may resize its arguments, or returns other tensors, runs immediately.
         """
         schema = func._schema
         returns_only_arguments = all(
@@ -139,7 +139,7 @@ class _Deferred:
 
 
 def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation accesses no existing data, so that queued work may run later."""
+    """Return whether an operation accesses no existing data, and so can run before queued work."""
     schema = func._schema
     if schema.is_mutable:
         return torch.Tag.inplace_view in func.tags or schema.name == "aten::set_"
@@ -150,13 +150,13 @@ def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return next(tensors_in((*args, *kwargs.values())), None) is None
 
 
-# Cache of results without data, because many of torch's meta kernels are slow Python code.
+# Cache of ``_shapes_of``, because many of torch's meta kernels are slow Python code.
 _known_shapes: dict[Any, tuple[Any]] = {}
 _MAX_KNOWN_SHAPES = 10_000
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return an operation's results as tensors without data, or None if unknown."""
+    """Return an operation's results as tensors without data, or None if shapes are unknown."""
     # The default dtype is part of the key, because it determines the dtype of integer quotients.
     call = func, _without_values(args), _without_values(kwargs), torch.get_default_dtype()
     known = _known_shapes.get(call)

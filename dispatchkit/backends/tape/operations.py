@@ -1,4 +1,4 @@
-"""Find the arguments that an operation writes, its parts, and its variant with out arguments."""
+"""Run operations, and find their written arguments and their variants with out arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_written_in_python(func: Any) -> bool:
 
 
 def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a composite operation so that the mode receives its parts.
+    """Run a composite operation so that the mode receives the operations that it calls.
 
     Custom operators written in Python are treated as composite, because otherwise each replay would
     run their Python code.

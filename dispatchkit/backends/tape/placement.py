@@ -66,7 +66,7 @@ def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) ->
     """Return locations for storages, so that concurrently live storages do not overlap.
 
     Args:
-        steps: The steps in replay order.
+        steps: The operations in replay order.
         sizes: Size in bytes of each storage to place, by identity. Other storages are ignored.
         segment_sizes: Sizes in bytes of the existing segments, which are free.
     """
@@ -85,7 +85,7 @@ def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) ->
     segments = [_Segment(size) for size in segment_sizes] + [_Segment(None)]
     where: dict[int, tuple[int, int]] = {}
     for index in range(len(steps)):
-        # The inputs and outputs of a step are alive at the same time. Allocate outputs before
+        # The inputs and outputs of an operation are alive at the same time. Allocate outputs before
         # freeing inputs, so that no operation overwrites its inputs.
         for storage in begins.get(index, ()):
             num_bytes = _aligned(sizes[storage])

@@ -70,10 +70,10 @@ def _check_dense(tensor: torch.Tensor) -> None:
 
 
 class Recorder(OperationMode):
-    """A mode that records the operations of one capture as steps.
+    """A mode that records the operations of one capture as a list of ``Step``.
 
     Attributes:
-        steps: The steps of a replay, in order.
+        steps: The operations of a replay, in order.
         storages: All storages used, by identity. They are kept alive so that identities stay
             unique.
         own: Identities of the storages created inside the capture.
@@ -102,7 +102,7 @@ class Recorder(OperationMode):
         self.first_error = self.first_error or error
 
     def raise_swallowed_error(self) -> None:
-        """Raise the first error if the callable caught it, because the capture is invalid."""
+        """Raise the error of the first refused call, if any, even if the callable caught it."""
         if self.first_error is not None:
             raise self.first_error
 
@@ -257,7 +257,7 @@ class Recorder(OperationMode):
     # -- generators ---------------------------------------------------------------------
 
     def _fork(self, generator: Any) -> Any:
-        """Return the copy of a generator that is used during the capture."""
+        """Return the copy that replaces a generator during the capture; create it if needed."""
         known = self._forks.get(id(generator))
         if known is None:
             state = generator.get_state()

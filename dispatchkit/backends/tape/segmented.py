@@ -1,7 +1,7 @@
 """Record a callable in segments, with breaks within one call.
 
-The recorder stays on the thread's mode stack, because the callable may be inside its own modes at a
-break. Between segments, the recorder is paused.
+At a break, the callable may be inside modes that it entered after the recorder. The recorder
+therefore stays on the thread's mode stack between segments, and is paused.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Step:
         args: Positional arguments, with TensorRefs instead of tensors.
         kwargs: Keyword arguments, with TensorRefs instead of tensors.
         out: Pairs of a keyword argument and the tensor that ``call`` writes its result to.
-        copies: Pairs of an index of the flattened results and the tensor to copy the result to.
+        copies: Pairs of an index into the flattened results and the tensor to copy that result to.
     """
 
     call: Callable[..., Any]
@@ -70,7 +70,7 @@ class Step:
     copies: tuple[tuple[int, TensorRef], ...] = ()
 
     def refs(self) -> Iterable[TensorRef]:
-        """Yield references to all tensors that the step reads or writes."""
+        """Yield references to all tensors that the operation reads or writes."""
         yield from _refs_in((self.args, self.kwargs))
         for _, ref in (*self.out, *self.copies):
             yield ref

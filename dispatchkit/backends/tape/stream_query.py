@@ -28,7 +28,7 @@ _captures: set[object] = set()
 def _is_capturing() -> bool:
     if capturing_device() == "cpu":
         return True
-    if isinstance(_torchs_own, type):  # a stub class, which raises, in builds without CUDA
+    if isinstance(_torchs_own, type):  # in builds without CUDA, a stub class that raises
         return False
     return bool(_torchs_own())
 

@@ -1,7 +1,7 @@
 """Streams and events of the tape, with immediate or deferred work.
 
-By default, submitted work runs before the call returns, so the order of work is always correct and
-recorded events are always done.
+By default, submitted work runs before ``submit`` returns, so the order of work is always correct
+and recorded events are always done.
 
 In deferred mode (with a seed), work is queued. Queued work runs when the host or the default stream
 waits for it, or when the scheduler advances its stream. The scheduler interleaves work of different
@@ -9,7 +9,7 @@ streams as far as waits allow, so a missing wait exposes old or poisoned data. E
 equal interleavings.
 
 Tensor operations are deferred only inside ``use_stream`` (see deferred.py). Outside it, work on the
-default stream is not deferred, and its waits block the host.
+default stream is not deferred, and a wait of the default stream blocks the host.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class TapeStream:
     """An in-order queue of work; handle 0 is the default stream.
 
     Attributes:
-        lock: Lock that serializes replays on the stream by several threads.
+        lock: Lock that serializes the replays of several threads on the stream.
         was_captured: Whether a capture has run on the stream.
         capturing_thread: ID of the thread that is capturing on the stream, or None.
     """

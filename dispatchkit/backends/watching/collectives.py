@@ -21,7 +21,7 @@ def check_recordable(func: Any) -> None:
     if func.namespace in _FUNCTIONAL:
         raise RuntimeError(
             f"{func._schema.name} is a functional collective, which the tape cannot record; use "
-            "the functions of torch.distributed instead, or an eager piece"
+            "the functions of torch.distributed, or move the call into an eager piece"
         )
 
 

@@ -1,8 +1,8 @@
 """Handle functions wrapped in ``torch.compile`` in warmups and captures.
 
 Under a dispatch mode that must observe every operation, Dynamo compiles no code, and permanently
-marks the code that it skips. After one such call, a compiled model would run uncompiled for the
-rest of the process. Under these modes, compiled functions therefore run eager through
+marks code that it encounters as skipped. After one such call, a compiled model would run uncompiled
+for the rest of the process. Under these modes, compiled functions therefore run eager through
 ``torch.compiler.set_stance``, which changes neither their code nor existing compilations.
 
 Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
@@ -96,7 +96,7 @@ class _ForceEager:
         """End a request of this thread.
 
         Args:
-            depth: Number of requests of this thread that remain; None to remove one request.
+            depth: Number of this thread's requests that remain active; None to end one request.
         """
         with self._lock:
             self.on.set(self.on.here - 1 if depth is None else depth)
@@ -126,7 +126,8 @@ class Calls:
     function on the stack identifies operations of compiled code.
 
     Args:
-        outermost: Identity of the frame where the search ends. The frame is not kept alive.
+        outermost: ``id`` of the frame where the search of the stack ends. The frame is not kept
+            alive.
 
     Attributes:
         num_plain: Number of operations that ran uncompiled.
@@ -143,7 +144,7 @@ class Calls:
             frame: Frame of the operation's caller.
         """
         while frame is not None and _is_dynamo_frame(frame):
-            frame = frame.f_back  # Dynamo's wrapper of the mode's own handler
+            frame = frame.f_back  # skip Dynamo's wrapper around the mode's handler
         while frame is not None and id(frame) != self._outermost:
             if _is_dynamo_frame(frame):
                 if frame.f_code.co_name != _WRAPPER:

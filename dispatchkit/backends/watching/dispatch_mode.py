@@ -4,7 +4,7 @@ torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile
 of the wrapper imports Dynamo, which takes seconds, even in a process that never compiles. These
 classes add the wrapper only if Dynamo is already imported when a mode is entered.
 
-torch sets process-wide flags while a mode is active, one of which disables compilation. On exit,
+While a mode is active, torch sets process-wide flags, one of which disables compilation. On exit,
 each mode restores the values that it found on entry (see ``TorchDispatchMode.__enter__``), so
 overlapping modes in two threads could leave the flags set and disable compilation permanently.
 These classes restore the flags when the last mode ends.
@@ -145,8 +145,8 @@ class DispatchMode(TorchDispatchMode):
     """Base class of dispatch modes; subclasses define ``__torch_dispatch__`` as usual.
 
     Compiled functions run eager under the mode, so it also receives their operations. If
-    ``ignore_compile_internals`` returns True, they run compiled, and the mode receives only the
-    other operations.
+    ``ignore_compile_internals`` returns True, compiled functions run compiled, and the mode does
+    not receive their operations.
     """
 
     #: Whether ``__torch_dispatch__`` also receives higher-order operators.
@@ -155,14 +155,17 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because this class adds the wrapper; called by torch 2.12 and later."""
+        """Return False, because this class adds the wrapper itself.
+
+        torch 2.12 and later call this method.
+        """
         return False
 
     def __enter__(self) -> Any:
         if dynamo_is_loaded():
             self._hide_from_dynamo()
-        # Lists, because an active mode may be entered again, for example to run the parts of a
-        # composite operation.
+        # Lists, because an active mode may be entered again, for example to run the
+        # operations that a composite operation calls.
         self.__dict__.setdefault("_had_dynamo", []).append(dynamo_is_loaded())
         begun = self.__dict__.setdefault("_has_begun", [])
         begun.append(not self.ignore_compile_internals() and FORCE_EAGER.begin())
@@ -228,9 +231,9 @@ def inference_mode(is_on: bool) -> AbstractContextManager[None]:
     """Return a context with inference mode on or off, for one ``with`` statement.
 
     ``torch.inference_mode`` ends the mode in Python code, and a signal handler may raise before
-    this code. The mode would then end only when the object is freed, and would reset the gradient
-    mode to an old value. This context ends the mode in a C call, which a signal handler cannot
-    prevent.
+    this code runs. The mode would then end only when the context object is freed, and would reset
+    the gradient mode to an old value. This context ends the mode in a C call, which a signal
+    handler cannot prevent.
     """
     return torch._C._InferenceMode(is_on)
 

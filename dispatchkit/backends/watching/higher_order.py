@@ -37,7 +37,7 @@ def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any)
     if func._name in _READ_BY_HOST:
         why, instead = _READ_BY_HOST[func._name]
         next_step = (
-            f"{instead}, or move the call out of the captured function, or into an eager piece."
+            f"{instead}, or move the call out of the captured function or into an eager piece."
         )
         raise HostSyncError(f"torch.{func._name}", why, next_step)
     kernel = func.py_kernels.get(_PLAIN)

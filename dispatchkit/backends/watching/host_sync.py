@@ -2,8 +2,8 @@
 
 This requires two modes. A TorchDispatchMode recognizes operations by their tags. A
 TorchFunctionMode intercepts calls that copy to the host. On CPU tensors, these calls do not reach
-the dispatcher. For device tensors, intercepting them in the dispatcher would be too late, because
-the driver would have already invalidated the capture.
+torch's dispatcher. On device tensors, intercepting them in torch's dispatcher would be too late,
+because the driver would have already invalidated the capture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SYNC_FUNCTIONS: dict[Any, str] = {
 }
 SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
 
-# User-visible names of operations that have other names in the dispatcher.
+# User-visible names of operations that have other names in torch's dispatcher.
 _PUBLIC_NAMES = {
     "aten::_local_scalar_dense": "Tensor.item",
     "aten::index": "indexing by a mask",
@@ -54,11 +54,11 @@ _DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a composite operation so that the mode receives its parts.
+    """Run a composite operation so that the mode receives the operations that it calls.
 
-    In inference mode, composite operations such as ``reshape`` or ``linear`` are not decomposed,
-    and only their parts show whether they copy or wait. The parts come from the eager kernel,
-    because torch's Python decompositions may draw different random numbers.
+    In inference mode, torch does not decompose composite operations such as ``reshape`` or
+    ``linear``, and only the operations that they call show whether they copy or wait. This function
+    runs the eager kernel, because torch's Python decompositions may draw different random numbers.
 
     Returns:
         The result, or NotImplemented for an operation with its own kernel.
@@ -81,7 +81,7 @@ def is_composite(func: Any) -> bool:
 
 
 def may_be_data_dependent(func: Any) -> bool:
-    """Return whether ``is_data_dependent`` is true for some arguments."""
+    """Return whether ``is_data_dependent`` is true for some arguments of an operation."""
     return func._schema.name in (*_READS_BY_INDEX, *_WRITES_BY_INDEX) or _is_tagged(func)
 
 
