@@ -33,7 +33,7 @@ MAX_CACHING_PLANS = 2048
 
 
 class Chain:
-    """The order of steps on several lanes that access the same memory.
+    """Orders the steps of different lanes that access the same memory.
 
     The chain contains steps that change state, unless ``disjoint_state`` is set, and graphs that
     draw random numbers. These graphs share the device memory to which their seed and offset are

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Notices:
-    """The sender of a runner's events.
+    """Sends the events of a runner to observers.
 
     Args:
         plugins: The plugins whose observers receive events, or None.
@@ -27,11 +27,11 @@ class Notices:
             self._plugins.notifier.notify(event)
 
     def policy_swapped(self, policy: str, previous: str | None, epoch: int) -> None:
-        """Send the event of a policy swap."""
+        """Notify the observers of a policy swap."""
         self.send(PolicySwappedEvent(policy=policy, epoch=epoch, previous=previous))
 
     def policy_at_fault(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
-        """Send the event of a policy error."""
+        """Notify the observers of a policy error."""
         self.send(
             PolicyErrorEvent(
                 policy=error.policy,

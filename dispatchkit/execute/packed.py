@@ -232,7 +232,7 @@ class PackedRunner:
             raise ConfigError(
                 "results",
                 self._results,
-                "'token' or 'item' for each output, according to its dimension 0",
+                "'token' or 'item' for each output, matching the size of its dimension 0",
                 f"A step with {counted(num_rows['token'], 'token')} and "
                 f"{counted(num_rows['item'], 'item')} returned "
                 f"{counted(len(leaves), 'output')}{of_shapes}.",

@@ -157,7 +157,7 @@ def test_calls_that_do_not_fit_are_refused(call, problem):
 
 def test_rows_that_are_not_what_was_said_are_refused():
     packed = PackedRunner(make(lazy=True), first_fit, results="token")
-    with pytest.raises(ConfigError, match="for each output, according to its dimension 0"):
+    with pytest.raises(ConfigError, match="for each output, matching the size of its dimension 0"):
         packed(x=[torch.randn(3, WIDTH)], scale=[torch.zeros(())])
 
 

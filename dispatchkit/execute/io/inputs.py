@@ -299,5 +299,5 @@ def has_lazy_bits(value: torch.Tensor) -> bool:
 
 
 def never(*_: Any) -> bool:
-    """Return False; the placeholder for a missing fast check."""
+    """Return False; used as a placeholder for a missing fast check."""
     return False

@@ -42,9 +42,9 @@ class LeafLayout:
 
     Attributes:
         kind: One of ``tensor``, ``open`` (a tensor that cannot be cut), ``value`` (a Python value
-            that may depend on the number of rows), ``rows`` (the number of rows, as declared),
-            ``constant`` (a Python value that is the same at all sizes) and ``kept`` (part of an
-            object that the step keeps and returns every time).
+            that may depend on the number of rows), ``rows`` (a Python value that is declared to be
+            the number of rows), ``constant`` (a Python value that is the same at all sizes) and
+            ``kept`` (part of an object that the step keeps and returns every time).
         shape: Shape of a ``tensor``, with None as the batch dimension if it has one.
         dtype: Data type of a tensor.
         value: The Python value of a ``constant``, or an example of a ``value``.

@@ -1,12 +1,13 @@
 """Staging buffers: pinned memory for host inputs, copied to the device by the graph itself.
 
 Graphs use them if their host inputs do not fit into a copy node (see ``input_path``). Steps that
-are split into pieces always use them.
+consist of pieces or segments always use them.
 
 The pinned memory is one block with a region for each host input. A call writes its rows into the
 block in a fraction of a microsecond, and the graph begins by copying the block to the device. If
-the step is split into pieces, the copy precedes the first piece. A small block is copied whole,
-because each additional copy costs more time, on host and device, than copying fewer bytes saves.
+the step consists of pieces or segments, the copy precedes the first of them. A small block is
+copied whole, because each additional copy costs more time, on host and device, than copying fewer
+bytes saves.
 
 The next call must not overwrite the block before the copy has run. An event recorded after the step
 shows when this is safe. Querying the event takes a quarter of a microsecond. If the previous step

@@ -155,7 +155,7 @@ class LaneStats:
 
 @attrs.frozen
 class LaneCost:
-    """The expected memory of an assignment of keys to lanes.
+    """The expected memory use of one assignment of keys to lanes.
 
     Attributes:
         way: ``every lane`` if each lane has all keys; ``assigned lanes`` if each key is only on the

@@ -168,7 +168,9 @@ class Checker:
         where = (
             "" if step.facts is None else moved(step.facts, self._facts(step.input_path.buffers))
         )
-        return f"The results are still equal, but since the capture: {where}." if where else ""
+        if not where:
+            return ""
+        return f"The results are still equal, but tensors were replaced after the capture: {where}."
 
     def copy_views(self, leaves: Sequence[Any]) -> list[Any]:
         """Return copies of views, and overwrite the copies of the previous call.

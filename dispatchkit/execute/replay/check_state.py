@@ -121,7 +121,7 @@ class StateCheck:
                     self._compare(name, want, want, old, is_padded=False)
 
     def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
-        """Describe a change in size, which resets the record of changed elements; may be empty."""
+        """Describe a change in size, if any, and reset the record of changed elements."""
         changed = self._changed.get(name)
         before = old if changed is None else changed
         sizes = [one.numel() for one in (before, old, got, want)]
@@ -170,7 +170,7 @@ def is_coarse(value: Any) -> bool:
 
 
 def tolerance(dtype: torch.dtype, relative: float) -> float:
-    """Return the relative tolerance of a dtype, larger for one-byte floats."""
+    """Return the relative tolerance for a dtype, which is larger for one-byte floats."""
     is_float = dtype.is_floating_point and dtype.itemsize == 1
     return max(relative, torch.finfo(dtype).eps) if is_float else relative
 

@@ -19,7 +19,7 @@ def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, A
     graph whose operations were not watched counts as drawing random numbers until its first replay.
     """
     if step.pieces is not None:
-        return "the step is made of pieces"
+        return "the step is made of pieces or segments"
     graph = step.graphs[0]
     if graph.has_random_state:
         return "the graph may draw random numbers"

@@ -34,7 +34,7 @@ from dispatchkit.once import Once, warn_at_call
 _MAKE_CALLS_ALIKE = (
     "In every call, return the same structure, types, shapes, strides and Python values as in the "
     "capture; where the capture returned an argument, an input or state, return that tensor again. "
-    "Otherwise, move more of the step into the eager call."
+    "If this is not possible, move more of the step into the eager call."
 )
 _ABOUT_PADDING = (
     " If rows depend on each other, padding changes the result: declare fill values, use "

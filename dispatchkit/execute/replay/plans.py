@@ -1,4 +1,4 @@
-"""Plans, which run the steps of a table cell.
+"""Plans: run the steps of one cell of the dispatcher's table.
 
 The dispatcher binds each decision to a plan once, and a step then only calls the plan. A plan is
 for an exact number of tokens, so it can cache views of static inputs and outputs.
@@ -174,10 +174,10 @@ class LazyPlan:
 
 
 class OpenPlan:
-    """A plan that replays a graph while its proof that padding does not change rows is open.
+    """A plan that replays a graph whose row proof is unfinished.
 
-    At the capture, integer inputs contained only the fill value, so the proof continues with the
-    inputs of real calls.
+    The proof shows that padding does not change the rows of a batch. At the capture, integer inputs
+    contained only the fill value, so the proof continues with the inputs of real calls.
 
     Args:
         plan: Plan that replays the graph.
@@ -364,7 +364,7 @@ class GraphPlan:
         self._launch = launch
 
     def _choose_result(self, leaves: list[Any]) -> None:
-        """Cache the result if all calls may return it, or the function that clones one tensor."""
+        """Cache a result that all calls may return, or the function that clones a single output."""
         structure = self.step.layout.structure
         if self._is_owned and any(self.step.clones):
             if structure.is_leaf:
@@ -381,7 +381,7 @@ class GraphPlan:
         stream = None if chain is None else chain.begin(lane)
         try:
             if staging is not None and step.pieces is not None:
-                staging.queue_copy(step.key.num_tokens)  # once, before all pieces
+                staging.queue_copy(step.key.num_tokens)  # once, before all pieces or segments
             padded = step.launch(self.num_tokens)
             if staging is not None and lane.last_stream is not None:
                 staging.record_launch(lane.last_stream)
