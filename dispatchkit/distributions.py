@@ -77,7 +77,7 @@ def install_hint(kind: str, name: str) -> str:
 
 
 def load_attribute(name: str, what: str = "") -> Any:
-    """Return an attribute of a dispatchkit distribution, importing it if necessary.
+    """Return an attribute of a dispatchkit distribution, importing its package if necessary.
 
     Args:
         name: A name of kind ``attribute``, defined in the package of its distribution.

@@ -144,7 +144,7 @@ class Origin:
 
 
 class DispatchkitError(Exception):
-    """Base of all errors raised by dispatchkit."""
+    """Base class of all errors raised by dispatchkit."""
 
 
 class ConfigError(DispatchkitError, ValueError):

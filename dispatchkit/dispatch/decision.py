@@ -218,7 +218,7 @@ class Decision:
         """Return a decision to run eager, at the exact size of the batch."""
         return cls(RuntimeMode.NONE, None, _check_reason(reason), timed)
 
-    # These two methods run for each filled cell; `attrs.evolve` would take five times as long.
+    # These two methods run whenever a cell is filled; `attrs.evolve` would take five times as long.
     def at(
         self, num_tokens: int, max_num_reqs: int, policy: str, revision: int, one_shot: bool
     ) -> Decision:
@@ -267,7 +267,7 @@ class Decision:
 
     @property
     def padded_num_tokens(self) -> int:
-        """Number of tokens the device computes, including padding."""
+        """Number of tokens that the device computes, including padding."""
         return sum(key.num_tokens for key in self.keys) or self.num_tokens
 
     @property
@@ -293,7 +293,7 @@ class Outcome:
 
     Attributes:
         batch: The batch of the step.
-        decision: The bound decision of the step.
+        decision: The decision of the step, including the fields that the dispatcher sets.
         elapsed_us: Time on the stream in microseconds, or None if not measured.
         clock: ``device`` if measured with timing events, ``host`` if measured with a host clock.
         queued: Whether earlier work was pending on the stream when the step was launched.

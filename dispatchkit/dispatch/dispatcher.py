@@ -351,8 +351,8 @@ class Dispatcher:
     def update(self, update: CellUpdate) -> None:
         """Apply an update of a policy to the table.
 
-        An update sets the steady decision or a one-shot decision of a cell, or empties a range of
-        cells so that the policy decides again.
+        An update sets the steady decision of a cell, adds a one-shot decision or drops the waiting
+        ones, or empties a range of cells so that the policy decides again.
 
         The waiting one-shot decisions of a cell are used before its steady decision.
 
@@ -638,7 +638,7 @@ class Dispatcher:
         self.config: DispatchConfig = epoch.proposal.config
         self.graphs: GraphView = epoch.graphs
         self._by_reqs = epoch.table.by_reqs
-        # Last: a step that reads the new rows also sees the rest of the new epoch.
+        # Assigned last, so that a step that reads the new rows also sees the rest of the epoch.
         self._rows = epoch.table.rows
 
     def _fill(self, table: Table, cell: Cell) -> Decision:

@@ -65,7 +65,7 @@ class Explanation:
         policy: Name and origin of the policy, and for a composite policy the member that decided.
         candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
-        fault: Error of the policy, if any. Explaining does not count the fault.
+        fault: Fault of the policy, if any, as text. ``explain`` does not count it.
         problem: More exact cause of the decision in three cases: the batch exceeds
             ``max_num_tokens``, the smallest graph that covers the batch is outdated or its capture
             failed, or the configuration has no capture sizes. Otherwise empty.
@@ -243,8 +243,8 @@ def explain(
         uniform: As for ``Dispatcher.dispatch``.
         loras: As for ``Dispatcher.dispatch``.
         ceiling: As for ``Dispatcher.dispatch``.
-        per_mode: Maximum number of candidates per runtime mode. The chosen graph is included even
-            if it exceeds this number.
+        per_mode: Maximum number of candidates per runtime mode. The chosen graph is always
+            included, even beyond this limit.
 
     Raises:
         DescriptorError: The description of the batch is invalid.

@@ -92,7 +92,7 @@ class KeyPlacementPolicy(Protocol):
     """A lane policy that chooses the lanes on which a key is captured (default: all)."""
 
     def lanes_for_key(self, key: GraphKey, num_lanes: int) -> Iterable[int]:
-        """Return the indices of the key's lanes: at least one, and the same for each call."""
+        """Return the indices of the lanes for a key: at least one, and the same in each call."""
         ...
 
 
@@ -115,7 +115,7 @@ class Lanes:
 
     Attributes:
         count: Number of lanes.
-        policy: The lane policy; None for the policy named in the options.
+        policy: The lane policy; None for the policy named in ``LaneOptions``.
         memory: A ``GraphMemory`` or one of its groups, through which several runners share pools, a
             budget and memory accounts. By default each lane has its own pool.
 
@@ -140,7 +140,7 @@ def needs_key(policy: object) -> bool:
 
 
 def lane_fault(answer: Any, num_lanes: int) -> str:
-    """Describe why a chosen lane is invalid; empty if it is valid."""
+    """Return why a chosen lane is invalid; empty if it is valid."""
     if whole_number(answer) is None:
         return f"returned {format_value(answer)}, not the index of a lane ({_indices(num_lanes)})."
     if not 0 <= answer < num_lanes:

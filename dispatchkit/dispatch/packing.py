@@ -72,7 +72,7 @@ def pack_items(
 
 
 def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: PackingLimits) -> str:
-    """Describe why bins are invalid; empty if they are valid."""
+    """Return why bins are invalid; empty if they are valid."""
     found = [item for one in bins for item in one]
     if any(type(item) is not int for item in found) or sorted(found) != list(range(len(lengths))):
         indices = f"each index from 0 to {len(lengths) - 1}" if len(lengths) > 1 else "index 0"

@@ -203,7 +203,7 @@ class ExplainingPolicy(Policy, Protocol):
     """A policy that reports what it has learned."""
 
     def explain(self) -> Iterable[Any]:
-        """Return one attrs record per range of sizes; live reports show the record's fields."""
+        """Return attrs records, one per range of sizes; live reports show their fields."""
         ...
 
 
@@ -270,7 +270,7 @@ class PolicyParts:
 
 
 def pace_fault(pace: object) -> str:
-    """Describe why a policy's ``pace`` is invalid; empty if it is valid."""
+    """Return why a policy's ``pace`` is invalid; empty if it is valid."""
     number = whole_number(pace)
     if number is not None and number >= 1:
         return ""

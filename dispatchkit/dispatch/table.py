@@ -154,7 +154,7 @@ class Table:
             self.put(cell, steady)
 
     def get_by_reqs(self, cell: Cell, num_reqs: int) -> Decision | None:
-        """Return the decision for a number of requests above the cell's limit."""
+        """Return the stored decision for a number of requests above the cell's limit, or None."""
         return self.by_reqs.get(cell, {}).get(num_reqs)
 
     def put_by_reqs(self, cell: Cell, num_reqs: int, decision: Decision) -> None:

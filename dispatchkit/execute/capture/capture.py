@@ -73,7 +73,7 @@ class Capturer:
         warmups: Warmups of the step.
         lane: Lane that the graphs are captured on.
         guard: Guard that records the autocast state and the states of modules at each capture.
-        share_outputs: Function that returns whether graphs write their outputs to shared memory.
+        share_outputs: Function that returns whether graphs write outputs to memory that they share.
         prove_rows: Whether to prove that padding does not change the rows of a batch.
         rows_independent: Whether rows are declared independent of each other. If so, each capture
             proves their independence.
@@ -122,7 +122,7 @@ class Capturer:
         )
 
     def is_known(self, key: GraphKey) -> bool:
-        """Return whether a key of the same family was warmed up."""
+        """Return whether this key, or a key that differs only in size, has been warmed up."""
         return self._warmups.is_known(key)
 
     def forget(self) -> None:
@@ -160,10 +160,11 @@ class Capturer:
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
 
     def is_current(self, captured: CapturedKey) -> bool:
-        """Return whether the modes and values built into a graph are still current.
+        """Return whether the conditions of a graph's capture still hold.
 
-        Otherwise, comparing the graph with eager proves nothing about the graph. The next replay
-        detects the difference.
+        These are the autocast state, the state of the modules, and the values built into the graph.
+        If one of them has changed, comparing the graph with eager proves nothing about the graph.
+        The next replay detects the change.
         """
         if difference(captured.guard, self._guard.now()):
             return False

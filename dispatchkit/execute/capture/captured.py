@@ -264,7 +264,7 @@ class CapturedKey:
             step's state and values other than tensors are not copied.
         graphs: Graphs that are released with the key.
         holds: Other objects that the graphs read, kept alive here.
-        guard: Fingerprint of the modes and modules at the capture.
+        guard: Fingerprint of the autocast state and the modules at the capture.
         facts: Addresses and values built into the graphs; None outside check mode.
         has_effect: Whether a replay changes more than its outputs (state or random generators).
         draws: Whether a replay may draw random numbers.
@@ -276,7 +276,7 @@ class CapturedKey:
         row_values: Python values in the outputs, by number of rows and leaf index.
         own_bytes: Pool memory in bytes that no other graph can use while this graph lives.
         released: Whether the graphs were released and must not be launched.
-        last_used: Tick of the lane at the last launch.
+        last_used: Value of the lane's ``tick`` at the last launch.
         hits: Number of launches since the capture.
     """
 

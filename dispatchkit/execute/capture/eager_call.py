@@ -47,7 +47,7 @@ class Result:
     batch_dim: int | None = None
 
     def difference(self, now: Any) -> str:
-        """Describe how a value differs, as the end of a sentence; empty if it is equivalent."""
+        """Return how a value differs, as the end of a sentence; empty if it is equivalent."""
         was = self.value
         if not isinstance(was, torch.Tensor):
             return (
