@@ -137,7 +137,7 @@ class CaptureOptions:
 
     warmups: int = setting(1, _count(0), SettingInfo("Number of eager runs before each capture."))
     capture_after: int = setting(
-        1, _count(1), SettingInfo("Capture a key lazily at the Nth call that needs it.")
+        1, _count(1), SettingInfo("With lazy, capture a graph at the Nth call that needs it.")
     )
     state_limit_bytes: int = setting(64 << 20, _count(0))
     prove_rows: bool = setting(True, check_flag)
@@ -170,7 +170,11 @@ class MemoryOptions:
     eviction: str = setting(
         "lru",
         _eviction,
-        SettingInfo("Graph to evict first: lru or benefit.", read=read_word),
+        SettingInfo(
+            "Graphs to evict first: the least recently used (lru), or the least used for their "
+            "size (benefit).",
+            read=read_word,
+        ),
     )
 
     __repr__ = settings_repr
@@ -259,25 +263,32 @@ class RunnerOptions:
     )
     device: str | None = attrs.field(default=None, converter=_device)
     strict: bool = setting(
-        False, check_flag, SettingInfo("Raise on a downgrade to eager.", read=read_flag)
+        False,
+        check_flag,
+        SettingInfo(
+            "Raise an error if a step would run eager because no graph can serve it.",
+            read=read_flag,
+        ),
     )
     check: int | str | None = setting(
         None,
         or_none(_check),
         SettingInfo(
-            "Compare every Nth replay with eager; 0: none; first: the first of each graph.", "off"
+            "Compare every Nth replay with an eager run (0: none), or only the first replays of "
+            "each graph (first).",
+            "off",
         ),
     )
     sample_every: int = setting(
         16,
         _count(1),
-        SettingInfo("Measure every Nth step of a timed decision."),
+        SettingInfo("Measure every Nth step of the decisions that a policy wants timed."),
     )
     rows_independent: bool = setting(
         False,
         check_flag,
         SettingInfo(
-            "Declare rows independent, so that a policy may split batches across graphs.",
+            "Declare that rows are independent, so that a policy may split batches across graphs.",
             read=read_flag,
         ),
     )

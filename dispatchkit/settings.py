@@ -113,7 +113,9 @@ class RunnerArguments:
         ),
     )
     lazy: bool = setting(
-        False, check_flag, SettingInfo("Capture a key when a call first needs it.", read=read_flag)
+        False,
+        check_flag,
+        SettingInfo("Capture each graph when a call first needs it.", read=read_flag),
     )
 
 

@@ -1,8 +1,8 @@
 """Protocols that every backend must implement.
 
-A backend provides streams, events and memory pools, and captures and replays callables. It makes no
-decisions. Every backend must pass ``dispatchkit.testing.BackendTests``. Protocols for optional
-features are in ``optional.py``.
+A backend provides streams, events and memory pools, captures callables into graphs, and replays the
+graphs. It makes no decisions. Every backend must pass ``dispatchkit.testing.BackendTests``.
+Protocols for optional features are in ``optional.py``.
 
 The terms are torch's; see "CUDA semantics", section "CUDA Graphs", in torch's documentation. This
 file does not import torch.
@@ -29,8 +29,8 @@ class BackendCapabilities:
         poisons_outputs: Whether outputs contain a recognizable poison value before the first
             replay, instead of old memory contents.
         stream_priorities: Whether ``new_stream`` accepts ``priority``; see ``PriorityBackend``.
-        steps_during_captures: Whether other threads may run the captured callable, or replay its
-            graphs, during a capture. The callable must have no side effects.
+        steps_during_captures: Whether other threads may run the callable that is being captured, or
+            replay its earlier graphs, if the callable has no side effects.
         unwatched_captures: Whether ``capture`` accepts the arguments that
             ``UnwatchedCaptureBackend`` adds.
     """
@@ -199,14 +199,15 @@ class GraphBackend(Protocol):
         """Capture the callable on a stream into a pool, and return the graph.
 
         A capture does not change random generators or storages outside the graph. Nested captures
-        are refused. The memory of an intermediate that user code stores is not reused.
+        are refused. The memory of an intermediate tensor is not reused while user code references
+        the tensor.
 
         The stream must come from ``new_stream()``, because the default stream cannot be captured.
 
         Raises:
             CaptureError: The capture failed. ``__cause__`` is the original exception. The current
-                stream, the generators, the garbage collector and storages outside the graph are
-                restored.
+                stream, the generators, the garbage collector's setting and storages outside the
+                graph are restored.
         """
         ...
 

@@ -25,9 +25,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables of the frames in an error's traceback.
 
-    The error of a failed key is stored, and would otherwise keep all tensors in these variables
-    alive. The traceback still shows where the error occurred. Its frames still reference their
-    functions and closures; see ``clear_traceback``.
+    A runner stores the error of a failed capture, which would otherwise keep all tensors in these
+    variables alive. The traceback still shows where the error occurred. Its frames still reference
+    their functions and closures; see ``clear_traceback``.
 
     Args:
         error: Error that the capture raised.
@@ -42,7 +42,7 @@ def clear_traceback(error: BaseException, handled: BaseException | None) -> None
     """Remove an error's traceback, to free the objects that the traceback references.
 
     Clearing the frames is not enough: a cleared frame still references its function and closure
-    (CPython 3.11 and later), and the callable may keep the error alive.
+    (CPython 3.11 and later), which may in turn reference the error.
 
     Args:
         error: Error that the capture raised.
@@ -90,8 +90,8 @@ def origin_of(error: BaseException) -> str:
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield the module and location of each frame of an error, innermost first.
 
-    The innermost frame of dispatchkit outside its backends and the callers of this frame are
-    omitted, because they are not part of the step.
+    Frames of the step and of the backends are included. Outer frames, from which dispatchkit calls
+    them, are omitted.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)
@@ -124,7 +124,7 @@ def capture_error(error: BaseException) -> CaptureError:
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _NOT_CAPTURABLE):
         return CaptureError(
-            f"The function used an operation that a stream cannot capture{at}: "
+            f"The function used an operation that cannot be captured{at}: "
             f"{text.splitlines()[0].rstrip('.')}. Typical causes are copies to or from pageable "
             "host memory, synchronization inside an extension, and work on the default stream. "
             "Move the operation out of the captured function, or into an eager piece.",

@@ -24,8 +24,8 @@ class HostSyncError(RuntimeError):
 
     Args:
         call: Name of the refused call, for the message.
-        why: Reason for refusing the call.
-        next_step: Sentence that suggests a change.
+        why: Reason for refusing the call, for the message.
+        next_step: Sentence that suggests a change to the captured function.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def free_in_children(*locks: Any) -> None:
 
 
 def _begin_child() -> None:
-    """Reset captures and locks of threads that do not exist in a forked process."""
+    """Reset the captures and locks of threads that do not exist in this forked process."""
     if not (_thread.device or _thread.paused):
         _locks.clear()
         _collector.forget()

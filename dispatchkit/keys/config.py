@@ -111,7 +111,7 @@ class DispatchConfig:
     _max_num_tokens: int | None = setting(
         None,
         or_none(check_count),
-        SettingInfo("Largest batch in tokens.", "largest capture size"),
+        SettingInfo("Maximum number of tokens in a batch.", "largest capture size"),
         alias="max_num_tokens",
     )
     _max_num_seqs: int | None = setting(
@@ -144,7 +144,7 @@ class DispatchConfig:
     max_loras: int = setting(
         0,
         lambda value, name: check_count(value, name, minimum=0, maximum=MAX_LORAS),
-        SettingInfo("Largest number of active adapters."),
+        SettingInfo("Maximum number of active adapters in a batch."),
     )
     specialize_lora: bool = setting(
         True, check_flag, SettingInfo("Also capture graphs without adapters.", read=read_flag)

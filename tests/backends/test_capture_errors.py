@@ -25,7 +25,7 @@ PAGEABLE = "Cannot copy between CPU and CUDA tensors during CUDA graph capture. 
         (MemoryError("full."), "out_of_memory", "ran out of memory: full. Capture fewer"),
         (AssertionError(), "error", "failed during capture: AssertionError. Call"),
         (ValueError("bad."), "error", "failed during capture: ValueError: bad. Call"),
-        (RuntimeError(PAGEABLE), "host_sync", f"cannot capture: {PAGEABLE} Typical causes"),
+        (RuntimeError(PAGEABLE), "host_sync", f"cannot be captured: {PAGEABLE} Typical causes"),
     ],
 )
 def test_texts_of_errors_become_whole_sentences(error, reason, text) -> None:

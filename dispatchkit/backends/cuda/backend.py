@@ -209,7 +209,7 @@ class CudaBackend:
         return copy_node(self._index, num_regions, num_bytes, data_bytes)
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
-        """Queue the upload of a graph to the device; return whether it is supported.
+        """Queue the upload of a graph to the device; return whether it was queued.
 
         Raises:
             ReplayError: The graph was released.
@@ -234,14 +234,14 @@ class CudaBackend:
     def pool_bytes(self, pool: Any) -> int:
         """Return the bytes that the pool currently reserves; 0 if no graph uses it.
 
-        Unless a capture is running, this also frees the memory that torch keeps for unused pools,
-        which synchronizes with the device. Do not call this method in every step.
+        Unless a capture is running, this call also frees the memory that torch keeps for unused
+        pools, and synchronizes with the device. Do not call this method in every step.
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
 
     def sleep_problem(self) -> str:
-        """Return the reason why memory cannot sleep, or ``""`` if it can."""
+        """Return the reason why pools cannot sleep on this machine, or ``""`` if they can."""
         try:
             load_allocator()
         except UnavailableError as error:
@@ -249,10 +249,10 @@ class CudaBackend:
         return ""
 
     def new_sleeping_pool(self) -> SleepingPool:
-        """Return a pool for captures, or for ``allocate``, that can sleep.
+        """Return a pool that can sleep, for captures or ``allocate``.
 
         Raises:
-            UnavailableError: Memory cannot sleep on this machine.
+            UnavailableError: Pools cannot sleep on this machine.
         """
         return SleepingPool(load_allocator())
 
@@ -271,7 +271,7 @@ class CudaBackend:
         """Map new memory to the addresses of pools; earlier contents are lost.
 
         Raises:
-            ReplayError: There is not enough memory. All pools stay asleep.
+            ReplayError: The memory could not be mapped. All pools stay asleep.
         """
         free_idle_memory()
         awake: list[Any] = []
@@ -345,10 +345,11 @@ class CudaBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> CudaGraph:
-        """Capture the callable on a stream into a pool, without running it on the device.
+        """Capture the callable on a stream into a pool; its kernels do not run.
 
-        torch registers the default generator; ``generators`` must contain all other CUDA generators
-        that the callable uses. Host generators draw only during the capture, not in replays.
+        torch registers the default generator with the graph; ``generators`` must contain all other
+        CUDA generators that the callable uses. Host generators draw only during the capture, not in
+        replays.
 
         During the capture of a callable that may draw, torch (up to 2.12) refuses eager draws from
         the default generator in other threads.
@@ -358,11 +359,12 @@ class CudaBackend:
             stream: A stream from ``new_stream()``, on which the callable is captured.
             pool: The pool for the graph's memory.
             generators: CUDA random generators, except the default generator.
-            watched: Whether to watch each operation, which takes several microseconds per
-                operation. A watch is not required if an earlier capture watched the same
-                operations. Unwatched operations that cannot be captured fail with the driver's
-                error.
-            notes: Notes of a warmup of the same operations, which replace the watch.
+            watched: Whether to watch each operation (see ``CaptureWatch``), which takes several
+                microseconds per operation. A watch is not required if an earlier capture watched
+                the same operations. Unwatched operations that cannot be captured fail with the
+                driver's error.
+            notes: Notes that a warmup of the same operations recorded. If given, operations are not
+                watched.
             compiled: Whether the callable calls functions wrapped in torch.compile. If True, no
                 function mode is used, because it would cause recompilation.
             draws: Whether the callable may draw random numbers. If False (because a warmup drew no
@@ -401,7 +403,7 @@ class CudaBackend:
     def _in_order(self, stream: Any, capture: Callable[[], _T], draws: bool) -> _T:
         """Run a capture on a stream, and return its result.
 
-        If the capture may draw, it runs in order with graphs that draw.
+        A capture that may draw waits for other captures and launches that draw; see draw_order.py.
         """
         use = UseStream(stream.raw)
         try:

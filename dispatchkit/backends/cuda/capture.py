@@ -34,8 +34,8 @@ class CaptureAttempt:
         pool: The pool for the graph's memory.
         generators: Random generators to register, except the default generator.
         mode: torch's ``capture_error_mode``.
-        begin_by: Function that calls its argument, which begins the capture. None to begin the
-            capture directly.
+        begin_by: Function that receives and calls the function that begins the capture; None to
+            begin the capture directly.
 
     Attributes:
         graph: torch's object for the graph.
@@ -62,7 +62,7 @@ class CaptureAttempt:
             self.graph.register_generator_state(generator)
 
     def begin(self) -> BaseException | None:
-        """Begin the capture; return None, or the error if no capture has begun."""
+        """Begin the capture; return the error if it could not begin, or None."""
         with self._pool.guard:
             self._state = _State.BEGINNING
             self.handle = self._pool.take()

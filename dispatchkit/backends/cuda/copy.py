@@ -41,7 +41,7 @@ from dispatchkit.backends.optional import CopyRegion
 CAPACITIES = (16, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
 #: Maximum number of inputs of a node.
 MAX_REGIONS = 16
-#: Bytes of parameters that every driver supports. Larger kernels require PTX ISA 8.1 (CUDA 12.1).
+#: Bytes of kernel parameters that every driver supports. Larger ones need PTX ISA 8.1 (CUDA 12.1).
 _PLAIN_PARAMETERS = 4096
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
 _KERNEL_NODE = 0
@@ -52,7 +52,7 @@ _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 class Work(ctypes.Structure):
     """The kernel's first argument, with one entry per input.
 
-    Each entry of ``fills`` is a pattern of eight bytes.
+    Each entry of ``fills`` is a pattern of eight bytes, written after the rows of the input.
     """
 
     _fields_ = (
@@ -217,7 +217,7 @@ class CopyNode:
         return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
-        """Return a pointer to new node parameters; it keeps them and their arguments alive."""
+        """Return a pointer to new node parameters. The pointer keeps their memory alive."""
         arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)

@@ -1,4 +1,4 @@
-"""Order graphs that draw random numbers on one CUDA device.
+"""Order the launches and captures of graphs that draw random numbers on one CUDA device.
 
 These graphs read their seed and offset from device memory, which torch writes on the current stream
 before each launch. torch does not order launches on different streams. Up to torch 2.11, all graphs
@@ -29,9 +29,9 @@ _T = TypeVar("_T")
 class DrawOrder:
     """The order of captures and graphs that draw random numbers on one device.
 
-    Thread safety: all methods may be called from any thread. Launches and captures hold one lock. A
-    capture that may draw holds it until its end, because during a capture, torch 2.11 rejects
-    replays of graphs that draw.
+    Thread safety: all methods may be called from any thread. Launches and captures hold the same
+    lock. A capture holds it until its end, because during a capture, torch 2.11 rejects replays of
+    graphs that draw.
 
     Args:
         device_index: Index of the CUDA device whose graphs are ordered.

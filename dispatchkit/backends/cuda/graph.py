@@ -33,8 +33,8 @@ class CudaGraph:
     Attributes:
         holds: Device storages to keep alive.
         host_tensors: Host tensors to keep alive. Each capture uses different host tensors.
-        num_plain_operations: Number of watched operations in functions wrapped in torch.compile
-            that were captured uncompiled.
+        num_plain_operations: Number of watched operations that were captured uncompiled, although
+            their function is wrapped in torch.compile.
     """
 
     def __init__(

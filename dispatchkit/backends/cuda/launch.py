@@ -34,9 +34,10 @@ def _runtime() -> ctypes.CDLL | None:
 
 @lru_cache(maxsize=1)
 def graph_upload() -> Callable[[Any, Any], int] | None:
-    """Return a function ``upload(graph, stream)``, or None if it is unavailable.
+    """Return the runtime's function that uploads graphs, or None if it is unavailable.
 
-    The function returns a CUDA error code.
+    Call it as ``upload(graph, stream)`` with the handles of an instantiated graph and a stream. The
+    result is a CUDA error code.
     """
     runtime = _runtime()
     if runtime is None:
@@ -49,11 +50,11 @@ def graph_upload() -> Callable[[Any, Any], int] | None:
 
 @lru_cache(maxsize=64)
 def direct_launch(device_index: int) -> Callable[[Any, Any], int] | None:
-    """Return a function ``launch(graph, stream)``, or None if it is unavailable.
+    """Return a function that launches graphs, or None if it is unavailable.
 
-    The function returns a CUDA error code. Its arguments are the handles of an instantiated graph
-    and a stream, both as ``ctypes.c_void_p``. Argument types are not declared, because their
-    conversion would take 45 ns.
+    Call it as ``launch(graph, stream)`` with the handles of an instantiated graph and a stream,
+    both as ``ctypes.c_void_p``. The result is a CUDA error code. Argument types are not declared,
+    because their conversion would take 45 ns.
 
     Args:
         device_index: Index of the device of the graphs. If there are several devices, the function

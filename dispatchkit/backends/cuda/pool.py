@@ -30,7 +30,7 @@ class IdleMemory:
         self.num_ended: int = 0
 
     def note_end(self) -> None:
-        """Record that a pool has ended."""
+        """Record that a pool has ended, because its last graph was destroyed."""
         self.is_there = True
         self.num_ended += 1
 
@@ -80,7 +80,7 @@ class CudaPool:
         return self._handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; at 0, torch frees its pool."""
+        """Decrement the count of graphs; after the last graph, torch frees its pool."""
         if handle != self._handle:
             idle_memory.note_end()
             return

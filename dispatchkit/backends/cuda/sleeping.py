@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 
 class UnavailableError(Exception):
-    """Raised if memory cannot sleep on this machine; the message is the reason."""
+    """Raised if pools cannot sleep on this machine; the message is the reason."""
 
 
 def build(target: Path) -> None:
@@ -74,7 +74,10 @@ def build(target: Path) -> None:
             ) from None
         except subprocess.CalledProcessError as error:
             problem = " ".join(error.stderr.split())[:200] or f"exit status {error.returncode}"
-            raise UnavailableError(f"the C compiler {compiler[0]!r} failed: {problem}") from None
+            raise UnavailableError(
+                f"the C compiler {compiler[0]!r} failed: {problem}; set CC to another compiler, or "
+                f"set {LIBRARY_VARIABLE} to a compiled allocator"
+            ) from None
         made.replace(target)  # atomic, because another process may also build it
 
 
@@ -82,7 +85,7 @@ def build(target: Path) -> None:
 def load_allocator() -> Allocator:
     """Return the allocator of this process, compiling it on first use.
 
-    It is not compiled if ``DISPATCHKIT_SLEEP_LIBRARY`` names a compiled allocator.
+    If ``DISPATCHKIT_SLEEP_LIBRARY`` names a compiled allocator, this allocator is loaded instead.
 
     Raises:
         UnavailableError: The allocator cannot be used on this machine.
@@ -131,7 +134,7 @@ class SleepingPool(CudaPool):
         return handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; at 0, torch frees its pool."""
+        """Decrement the count of graphs; after the last graph, torch frees its pool."""
         self._uses_of[handle] -= 1
         super().give_back(handle)
         if not self._uses_of[handle] and handle != self._handle:
@@ -139,7 +142,7 @@ class SleepingPool(CudaPool):
             self._pools.pop(handle, None)
 
     def segments(self, device_index: int) -> list[Segment]:
-        """Return the segments of device memory of the pool; empty while asleep."""
+        """Return the pool's segments of device memory; empty while the pool is asleep."""
         if self._asleep:
             return []
         found: list[Segment] = []
@@ -157,7 +160,10 @@ class SleepingPool(CudaPool):
             return make()
 
     def sleep(self, device_index: int) -> int:
-        """Release the memory, which no work in flight may use; return the number of bytes."""
+        """Release the memory of the pool; return the number of bytes.
+
+        No work in flight may use this memory.
+        """
         segments = self.segments(device_index)
         self._allocator.unmap([segment["address"] for segment in segments])
         self._asleep = [segment["address"] for segment in segments]
@@ -167,7 +173,7 @@ class SleepingPool(CudaPool):
         """Map new memory to the addresses of the pool.
 
         Raises:
-            ReplayError: There is not enough memory. The pool stays asleep.
+            ReplayError: The memory could not be mapped. The pool stays asleep.
         """
         self._allocator.map(self._asleep)
         self._asleep = []
@@ -216,7 +222,7 @@ class Allocator:
         """Map new physical memory, with undefined contents, to segments.
 
         Raises:
-            ReplayError: The device does not have enough memory. All segments stay unmapped.
+            ReplayError: The driver failed to map a segment. All segments stay unmapped.
         """
         self._change(addresses, wanted=True)
 

@@ -38,7 +38,7 @@ class _ArgumentStorages(WeakStorages):
     """
 
     def record(self, values: Iterable[Any]) -> bool:
-        """Record the tensor arguments of an operation; return whether one is on a device."""
+        """Record the tensor arguments of an operation; return whether any is on a device."""
         found = False
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -50,7 +50,7 @@ class _ArgumentStorages(WeakStorages):
         return found
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return live storages outside the graph's pool."""
+        """Return the recorded storages that are alive and not in the graph's pool."""
         spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
         found = []
         for storage in self.alive():
@@ -84,16 +84,18 @@ class WarmupNotes:
             self.is_plain = False
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return live storages that a graph of these operations must keep alive.
+        """Return the recorded storages that a graph of these operations must keep alive.
 
         Args:
-            segments: Memory segments of the graph's pool, which its graphs own.
+            segments: Memory segments of the graph's pool. Storages in them are excluded.
         """
         return self._storages.outside(segments)
 
 
 class CaptureWatch(OperationMode):
-    """A mode that refuses calls that would invalidate a capture, and records memory to keep.
+    """A mode that refuses calls that would invalidate a capture.
+
+    It also records the storages that the graph must keep alive.
 
     Args:
         compiled: Whether the callable calls functions wrapped in torch.compile, whose kernels are
@@ -136,7 +138,7 @@ class CaptureWatch(OperationMode):
         """Return the device storages outside the pool that the graph reads or writes.
 
         Args:
-            segments: Memory segments of the graph's pool, which its graphs own.
+            segments: Memory segments of the graph's pool. Storages in them are excluded.
         """
         return self._storages.outside(segments)
 
