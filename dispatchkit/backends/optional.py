@@ -128,7 +128,7 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def holds(self) -> list[Any]:
-        """Device storages to keep alive until release; the runner may add storages."""
+        """Device storages that the graph keeps alive; the runner may add storages."""
         ...
 
     @property
@@ -194,12 +194,12 @@ class SegmentGraph(CapturedGraph, Protocol):
 
     @property
     def num_operations(self) -> int:
-        """Number of kernels, copies and fills that a replay queues; 0 if there are none."""
+        """Number of kernels, copies and fills that a replay queues."""
         ...
 
 
 class SegmentedCapture(Protocol):
-    """The object with which a captured callable ends and begins segments."""
+    """An object that lets a captured callable end and begin segments."""
 
     def end(self) -> SegmentGraph:
         """End the segment, and return its graph; later operations run immediately.
@@ -416,7 +416,7 @@ class BackendFeatures:
         direct_launches: Launches graphs, bypassing ``replay``.
         uploads: Prepares graphs before their first launch.
         unwatched_captures: Captures without watching each operation.
-        copy_nodes: Creates nodes with which graphs copy their inputs.
+        copy_nodes: Creates graph nodes that copy inputs.
         meters: Reports the memory usage of the device.
         sleepers: Releases memory while keeping its addresses.
         segments: Captures callables in segments.

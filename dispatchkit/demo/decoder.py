@@ -108,7 +108,7 @@ class RMSNorm(nn.Module):
         self.weight: nn.Parameter = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the rows (T, E) scaled to a mean square of one."""
+        """Return the rows (T, E), scaled to a mean square of one and multiplied by the weight."""
         scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)  # (T, 1)
         return hidden * scale * self.weight
 

@@ -120,13 +120,13 @@ def run_demo(
     """Run each step of a trace twice, eager and dispatched, with separate caches.
 
     Args:
-        options: Trace, settings and device.
+        options: Trace, number of steps, settings, and sizes of the decoder.
         plugins: The plugins that provide the policy; loaded by default.
         progress: Function that is called with the current activity, the completed amount and the
             total.
 
     Returns:
-        Times and comparison of both runs. Incorrect results do not raise; see
+        The times of both runs and their comparison. Incorrect results do not raise; see
         ``DemoReport.comparison``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Results of a run of the demo, as plain records without torch."""
+"""Results of the demo, as plain records that do not need torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit.demo.traffic import Traffic
 
 @attrs.frozen(kw_only=True)
 class KindTimes:
-    """Statistics of the steps of one kind that ran in one mode.
+    """Statistics of all steps of one kind that ran in one runtime mode.
 
     Attributes:
         kind: ``decode`` or ``mixed``, from the trace.
@@ -102,7 +102,7 @@ class DemoReport:
 
     Attributes:
         policy: Name of the policy of the dispatched run.
-        policy_origin: Distribution and version of the policy.
+        policy_origin: Distribution, version and entry point of the policy.
         backend: Name of the backend that ran the steps.
         device: Name of the device, and versions of its driver and libraries.
         trace: Name of the replayed trace.
@@ -112,7 +112,7 @@ class DemoReport:
         eager_reasons: Number of eager steps by reason.
         num_tokens: Number of tokens of all steps, before padding.
         padding: Number of padding tokens.
-        capture: Number of graphs, seconds, bytes, and failures.
+        capture: Number of graphs, duration of the captures, memory in bytes, and failed captures.
         comparison: Comparison of dispatched and eager results.
         batch1: Times of decoding a single request.
         seconds: Duration of the run.

@@ -3,8 +3,8 @@
 As on a device, addresses are fixed, and Python code runs only during the capture. A capture refuses
 calls that wait for the device, and the error names the call. Replays draw the same random numbers
 as eager runs. A capture changes no tensors or generators outside the graph, even if it fails.
-Tensors that the callable stores stay alive, outputs contain poison until the first replay, and
-intermediates share the memory of a pool.
+Tensors that the callable stores stay alive, outputs contain poison (such as NaN) until the first
+replay, and intermediates share the memory of a pool.
 
 Differences from a device: A capture runs the operations and then undoes their effects. A graph
 keeps alive the memory of all tensors that it reads or writes. ``tensor.to("cpu")`` is not refused,

@@ -1,9 +1,10 @@
 """Handle functions wrapped in ``torch.compile`` in warmups and captures.
 
-Under a dispatch mode that must observe every operation, Dynamo compiles no code, and permanently
-marks code that it encounters as skipped. After one such call, a compiled model would run uncompiled
-for the rest of the process. Under these modes, compiled functions therefore run eager through
-``torch.compiler.set_stance``, which changes neither their code nor existing compilations.
+Under a dispatch mode that must observe every operation, Dynamo does not compile the code that it
+encounters, but permanently marks this code as skipped. After one such call, a compiled model would
+run uncompiled for the rest of the process. Under these modes, compiled functions therefore run
+eager through ``torch.compiler.set_stance``, which changes neither their code nor existing
+compilations.
 
 Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
 torch/_dynamo/types.py of torch 2.11 to 2.13, which determine when and for how long a frame is
@@ -54,7 +55,7 @@ class _ForceEager:
     """A switch that makes compiled functions run eager while any thread requests it.
 
     The setting is process-wide, so compiled functions called by other threads also run eager. A
-    capture warns if this may have affected the capture.
+    capture warns if a request of another thread may have affected it.
 
     Attributes:
         num_begun: Total number of requests.
@@ -72,7 +73,7 @@ class _ForceEager:
     def begin(self) -> bool:
         """Request eager execution; return whether ``end`` must be called.
 
-        A request has no effect inside code that Dynamo runs.
+        Inside compiled code, a request has no effect.
         """
         if not dynamo_is_loaded():
             return False

@@ -46,7 +46,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def has_subclass(types: Iterable[Any]) -> bool:
-    """Return whether the types include a subclass that handles operations itself.
+    """Return whether the types include a tensor subclass that handles operations itself.
 
     A mode delegates to the subclass, and then receives the operations that the subclass runs.
     """

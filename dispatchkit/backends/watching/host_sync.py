@@ -124,7 +124,7 @@ class Watch(Protocol):
     """The watch of a capture, as used by ``HostSyncGuard``.
 
     Attributes:
-        is_paused: Whether the capture is paused, so that the host may read data.
+        is_paused: Whether the capture is paused. While it is, the host may read data.
     """
 
     is_paused: bool
