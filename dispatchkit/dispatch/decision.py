@@ -294,7 +294,8 @@ class Outcome:
     Attributes:
         batch: The batch of the step.
         decision: The decision of the step, including the fields that the dispatcher sets.
-        elapsed_us: Time on the stream in microseconds, or None if not measured.
+        elapsed_us: Time of the step in microseconds: its time on the stream, or 90% of ``host_us``
+            if that is longer. None if not measured.
         clock: ``device`` if measured with timing events, ``host`` if measured with a host clock.
         queued: Whether earlier work was pending on the stream when the step was launched.
         completed: Whether the step completed; policies must not learn from incomplete steps.

@@ -39,7 +39,7 @@ class MeasuredTime:
 
     Attributes:
         steps: Number of timed steps.
-        median_us: Median time of the steps on the stream, in microseconds.
+        median_us: Median time of the steps in microseconds (see ``Outcome.elapsed_us``).
         clock: The clock that measured the times: ``device`` or ``host``.
         queued: Whether the stream had other work to finish when the steps were launched.
     """

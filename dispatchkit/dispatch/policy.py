@@ -176,7 +176,7 @@ class LearningPolicy(Policy, Protocol):
 
 
 class CalibratedPolicy(LearningPolicy, Protocol):
-    """A learning policy that requests timed runs before the first batch is served."""
+    """A learning policy that requests timed runs after ``GraphRunner.capture``."""
 
     def calibration_runs(self, graphs: GraphView) -> Iterable[CalibrationRun]:
         """Return the runs to time next; empty if no more runs are needed.

@@ -186,7 +186,7 @@ class MemoryBudget:
         limits: Limits of the runner.
         lane: Lane that the graphs are captured on.
         graphs: Live graphs of the lane.
-        counters: Counters in which evictions and captures are counted.
+        counters: Counters of the lane, which include the number of captures.
         forecast: Function that returns the expected memory of a key's graph in bytes, or None if
             unknown.
 
