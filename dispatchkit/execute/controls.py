@@ -229,8 +229,8 @@ class Controls:
     def warm_up(self) -> dict[GraphKey, str]:
         """Warm up all keys that have no graph; return the error of each failed warmup.
 
-        Call this method before the first capture if a library has a workspace that grows with the
-        batch. Graphs then store the address of the largest workspace.
+        Call this method before the first capture if the step uses a library whose workspace grows
+        with the batch size. Graphs then store the address of the workspace at its full size.
         """
         failed: dict[GraphKey, str] = {}
         with self._lock:
@@ -536,7 +536,7 @@ class Controls:
     def launch_path(self, key: GraphKey) -> str:
         """Return how a key's graph is launched: ``direct``, or ``replay:`` with the reason.
 
-        If several lanes have the graph, the first of them is reported.
+        If several lanes have the graph, the result is for the first of these lanes.
 
         Raises:
             RegistryError: The key has no graph.
@@ -549,7 +549,7 @@ class Controls:
         With ``node``, a copy node of the graph copies the inputs. Before each launch, torch copies
         the device inputs that the node does not support. If the node does not support the host
         inputs, the graph copies them from pinned memory. The result then ends with ``staging:``
-        and the reason. If several lanes have the graph, the first of them is reported.
+        and the reason. If several lanes have the graph, the result is for the first of these lanes.
 
         Raises:
             RegistryError: The key has no graph.

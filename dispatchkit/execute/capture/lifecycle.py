@@ -264,8 +264,9 @@ class Lifecycle:
     def warm_up_family(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
         """Warm up the smallest key of a family without interruption.
 
-        Do nothing if a key of the family was warmed up before. Later captures let other steps run
-        only if this warmup shows that the step has no effects besides its outputs.
+        The keys of a family differ only in size. Do nothing if one of them was warmed up before.
+        Later captures let other steps run only if this warmup shows that the step has no effects
+        besides its outputs.
 
         Returns:
             The pauses of other steps longer than ``max_pause_us``; at most one.
@@ -298,7 +299,7 @@ class Lifecycle:
                 continue
             try:
                 self._capturer.warm(key)
-            except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
+            except Exception as error:  # noqa: BLE001 - an error in the step fails only this key
                 problem = as_capture_error(error, key)
                 failed[key] = f"{problem.reason}: {problem}"
         return failed
@@ -444,18 +445,18 @@ class Lifecycle:
         return not step.rows.open_parts and self._empty_cells(step)
 
     def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
-        """Run a proof and return its result, or None if it is skipped or raises.
+        """Run a proof and return its result, or None if the proof is skipped or raises.
 
         If the proof raises, the graph is disabled. The proof is skipped during a background
-        capture, or if modes (autocast, training) or built-in values have changed since the graph
-        was captured. A later call can run the proof.
+        capture, or if modes (autocast, training) or values built into the graph have changed since
+        it was captured. A later call can run the proof.
         """
         if not self._lane.group.turns.may_capture() or not self._capturer.is_current(step):
             return None
         handled = sys.exception()
         try:
             return prove()
-        except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
+        except Exception as error:  # noqa: BLE001 - an error in the step fails only this key
             problem = as_capture_error(error, step.key)  # reads the line from the traceback
             clear_traceback(error, handled)
             self.graphs.fail_step(step, str(problem))
@@ -469,7 +470,7 @@ class Lifecycle:
         return True
 
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
-        """Return why a batch would run eager even if a key had a graph; empty if it would replay.
+        """Return why a batch would run eager even if a key had a graph; empty if it would not.
 
         The reason is taken from another graph of the family. If it is not empty, a lazy runner
         skips the capture.
@@ -504,14 +505,14 @@ class Lifecycle:
         """Measure the Python values that a step returns for a number of rows.
 
         If the step cannot run with this number of rows, its graph is disabled. Nothing is measured
-        if modes (autocast, training) or built-in values have changed since the capture, because
-        steps then do not replay the graph.
+        if modes (autocast, training) or values built into the graph have changed since it was
+        captured, because steps then do not replay it.
         """
         if not self._capturer.is_current(captured):
             return
         try:
             captured.row_values[num_tokens] = self._capturer.values_at(captured, num_tokens)
-        except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
+        except Exception as error:  # noqa: BLE001 - an error in the step fails only this key
             problem = as_capture_error(error, captured.key)
             self.graphs.fail_step(captured, f"{problem.reason}: {problem}")
 
@@ -685,7 +686,7 @@ class Lifecycle:
                 lost = self._lane.group.clear()
                 captured = self._capturer.capture(key, others, admission, sample)
             self._budget.check(key, captured, evict=evict)
-        except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
+        except Exception as error:  # noqa: BLE001 - an error in the step fails only this key
             # Frames refer to tensors, so a stored error with its traceback would keep memory of
             # graphs alive. If the error refers to its own frame, only the garbage collector would
             # free that memory.

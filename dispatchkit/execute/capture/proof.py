@@ -15,13 +15,13 @@ rows is built into the graph. Three rows leave most of the bucket to padding, an
 block of two or four rows. The eager results are valid for all sizes, so each graph costs only two
 replays.
 
-Some steps depend on padding only if it is negative, above 1 or larger than all other rows. Noise
-therefore has both signs, and differs in magnitude between the first three rows and later rows.
-Noise is limited to 0..1 if other numbers may be invalid. This is the case if an operation of the
-warmup draws with probabilities, asserts, is not part of torch, or converts floating-point numbers
-to integers (numbers below 1 become index 0, which is valid). Noise is also limited if other numbers
-lead to a non-finite result of an eager run or a replay, for example through a logarithm or an
-overflow.
+Some steps depend on padding only if the padding is negative, above 1 or larger than all other rows.
+Noise therefore has both signs, and differs in magnitude between the first three rows and later
+rows. Noise is limited to 0..1 if numbers outside this range may be invalid. This is the case if an
+operation of the warmup draws with probabilities, asserts, is not part of torch, or converts
+floating-point numbers to integers (numbers below 1 become index 0, which is valid). Noise is also
+limited if numbers outside 0..1 lead to a non-finite result of an eager run or a replay, for example
+through a logarithm or an overflow.
 
 An input whose fill value hides positions is treated as a mask that is added to scores. The mask is
 set to zero, so all positions are visible. With noise, a step that hides positions with nonzero
@@ -103,7 +103,7 @@ _COARSE: Final = torch.finfo(torch.bfloat16).eps
 
 
 class RowProver:
-    """The proofs that padding does not change rows, for the graphs of one lane.
+    """Proofs, for the graphs of one lane, that padding does not change rows.
 
     Args:
         warmups: Warmups of the step, which run it eager.
@@ -117,7 +117,7 @@ class RowProver:
         # Eager results for noise; None if the run raised. The first rows of noise are the same for
         # all sizes.
         self._references: dict[tuple[Family, int], _Outputs | None] = {}
-        # Families whose noise must be in 0..1.
+        # Families (keys that differ only in size) whose noise must be in 0..1.
         self._bounded: set[Family] = set()
 
     def forget(self) -> None:
@@ -326,8 +326,8 @@ class RowProver:
             trial: Trial that repeats the replay.
             kept: Indices of the copied rows.
             is_same: Whether each copied row must stay the same.
-            before: Copies of the rows before other rows of the batch were replaced.
-            after: Copies of the rows after other rows of the batch were replaced.
+            before: Copies of the rows before other rows or the row count changed.
+            after: Copies of the rows after other rows or the row count changed.
         """
         layout = trial.captured.layout
         repeats = _Repeats(lambda: (trial.whole(kept),))
@@ -742,7 +742,7 @@ class _Trial:
         self._lane, self._warmups = lane, warmups
 
     def before(self, name: str) -> torch.Tensor | None:
-        """Return the contents of a named state before the trial; None if unknown."""
+        """Return the contents that a state had before the trial, by name; None if unknown."""
         lent = self.rows.lent
         if lent is not None and name in lent.saved:
             return lent.saved[name]
@@ -827,7 +827,7 @@ class _Trial:
         return not all(map(torch.equal, once, twice))
 
     def kept(self, leaves: Sequence[Any], count: int) -> list[Any]:
-        """Return copies of the first and last output rows of a batch; None for other leaves."""
+        """Return copies of the first and last rows of each output; None for state and constants."""
         captured, most = self.captured, max(_KEPT_ROWS, self.rows.head)
         found: list[Any] = []
         rows = cut(captured.layout, leaves, count, {})
@@ -934,8 +934,8 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
     """Fill an input with noise from a new random generator.
 
     Rows have several magnitudes, so that no attention weight vanishes relative to the largest.
-    Every fourth row is slightly larger than the previous row, for steps that compare rows or
-    compute a maximum.
+    Unless noise is limited to 0..1, every fourth row is slightly larger than the previous row, for
+    steps that compare rows or compute a maximum.
     """
     is_free, head = how.is_free, how.head
     generator = torch.Generator(place.device).manual_seed(seed)

@@ -20,7 +20,7 @@ class Retries:
 
     def __init__(self) -> None:
         self._since_failure: Counter[GraphKey] = Counter()
-        # Number of steps that ran eager because a key had failed, and this number at the last
+        # Number of steps that ran eager because a key had failed: in total, and before the last
         # failure of each key.
         self._num_eager = 0
         self._eager_before: Counter[GraphKey] = Counter()
@@ -42,7 +42,7 @@ class Retries:
 
     @classmethod
     def waits_for_first_call(cls, entry: GraphEntry) -> bool:
-        """Return whether a key waits for the step's first call before its next capture."""
+        """Return whether the next capture of a key must wait until the step has run eager once."""
         return cls.may_try(entry) and entry.reason.startswith(Reason.FIRST_CALL)
 
     def is_due(self, entry: GraphEntry) -> bool:
@@ -50,7 +50,7 @@ class Retries:
         return self.may_try(entry) and not self.steps_left(entry)
 
     def steps_left(self, entry: GraphEntry) -> int:
-        """Return the number of steps until a failed key is retried; 0 if it is not retried."""
+        """Return the number of steps until a failed key is retried; 0 if now or never."""
         if not self.may_try(entry):
             return 0
         if self.waits_for_first_call(entry):  # one eager step for any failed key suffices

@@ -229,7 +229,7 @@ class SegmentRecorder:
             )
 
     def _end(self, capture: SegmentedCapture) -> None:
-        """End a segment and replay it, so that the next call reads its results."""
+        """End a segment and replay it, so that the next eager call can read its results."""
         lane = self._lane
         graph = capture.end()
         self.graphs.append(graph)

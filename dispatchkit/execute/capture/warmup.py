@@ -81,8 +81,7 @@ class Warmups:
             grad mode.
 
     Raises:
-        ConfigError: ``output_batch_dims`` is not ``DERIVED``, and contains a value other than an
-            index or None.
+        ConfigError: ``output_batch_dims`` is neither ``DERIVED`` nor composed of indices and None.
     """
 
     step: Step

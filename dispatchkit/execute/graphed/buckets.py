@@ -15,7 +15,8 @@ from typing import Final
 
 #: The smallest bucket of an axis.
 MIN_BUCKET: Final = 16
-#: Factor by which buckets exceed the largest size so far, because new buckets invalidate graphs.
+#: Buckets extend to this multiple of the largest size, to add buckets rarely: each addition
+#: invalidates graphs.
 _HEADROOM: Final = 4
 #: Numbers of calls after which buckets are planned.
 _PLAN_AFTER: Final = (512, 8192)

@@ -74,8 +74,8 @@ class GraphedStats:
     Attributes:
         calls: Number of calls.
         plain: Number of calls that ran eager without a runner, by reason.
-        runners: Counters of each runner, by a description of its form. If the capacity or the
-            buckets of a form changed, each of its runners has an entry.
+        runners: Counters of each runner, by a description of its form. A form whose capacity or
+            buckets changed has had several runners, each with its own entry.
     """
 
     calls: int
@@ -288,7 +288,7 @@ class GraphedCalls:
         return "\n".join([f"Graphs of {name}", str(self.stats()), *problems])
 
     def invalidate(self) -> None:
-        """Release all graphs, after memory that they read was replaced."""
+        """Release all graphs because memory that they read was replaced."""
         with self._lock:
             for form in self._forms.values():
                 if form.runner is not None:

@@ -201,7 +201,7 @@ class Form:
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.lanes[0].work.guard.add(self._target)
-        self.top = top  # set only now, because creating the runner may fail
+        self.top = top  # set last, because creating the runner may fail
         return runner
 
     def shapes(self) -> Iterator[tuple[str, str]]:
@@ -302,7 +302,7 @@ def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable
 
 
 def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
-    """Check that a step has not written to containers of its call.
+    """Check that a step has not written to containers in its arguments.
 
     Raises:
         CaptureError: The step has written to a container; reason ``container_written``.

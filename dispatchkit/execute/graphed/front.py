@@ -101,12 +101,12 @@ def graphed(
 
     Returns:
         For a module, a new module that shares the parameters, attributes and hooks of the given
-        module; for a function, a function. The attribute ``graphed`` of the result has counters,
-        runners, and methods such as ``capture``.
+        module; for a function, a new function. The attribute ``graphed`` of the result provides
+        counters, runners, and methods such as ``capture``.
 
     Raises:
         ConfigError: A setting is invalid, or the argument is not a module or a function.
-        InputError: The call described by ``example`` cannot have graphs.
+        InputError: The call described by ``example`` cannot run through graphs.
     """
     refuse_moved(settings)
     _check_settings(settings)

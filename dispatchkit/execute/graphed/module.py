@@ -18,7 +18,7 @@ OWN_NAME = "graphed"
 
 
 class _Graphed:
-    """Mixin that precedes the class of the module among the bases."""
+    """Mixin that comes before the original class in the bases of the new class."""
 
     __slots__ = ()
     _dispatchkit_calls: GraphedCalls

@@ -189,7 +189,7 @@ class InputBuffers:
 
     @contextmanager
     def preserved(self, num_rows: int) -> Iterator[None]:
-        """Save the first rows and restore them on exit, for captures before an in-place step."""
+        """Save the first rows, and restore them on exit after a capture has overwritten them."""
         places = self.views(num_rows)
         places += [rows for _, rows in self.host_rows(num_rows)]
         copies = [place.clone() for place in places]
@@ -261,7 +261,7 @@ def _address_of(array: Any) -> int:
         return 0
     if isinstance(owner, torch.Tensor):
         return owner.data_ptr()
-    # Slow, but needed only for memory of another library.
+    # Slow, but used only if another library owns the memory.
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -67,7 +67,7 @@ def unsupported_kind(tensor: torch.Tensor) -> str:
 
 
 def _conversion(tensor: torch.Tensor) -> str:
-    """Return the call that converts a tensor of an unsupported kind."""
+    """Return the method call that converts a tensor of an unsupported kind."""
     if tensor.is_nested:
         return "to_padded_tensor(0)"
     if type(tensor) not in _PLAIN_TYPES:
@@ -160,7 +160,7 @@ def _no_tensor(value: Any) -> str:
 
 
 def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
-    """Raise InputError unless a host input is an array of its dtype."""
+    """Raise InputError unless the value of a host input is an array of the declared dtype."""
     if type(value) is numpy_module().ndarray:
         if value.dtype == array_dtype(spec.dtype):
             return
