@@ -1,8 +1,8 @@
 """Find dimensions that vary besides the batch, such as a sequence length, and test padding them.
 
-A dimension varies if its size differs between two calls of a family. Dimensions that have equal
-sizes in each call form one axis. Calls are padded along an axis only after a proof that padding
-does not change their results.
+The calls of a family differ only in sizes. A dimension varies if its size differs between two of
+these calls. Dimensions that have equal sizes in each call form one axis. Calls are padded along an
+axis only after a proof that padding does not change their results.
 
 The proof takes the first half of a call, pads it to the size of the call, and compares the results
 with those of the half alone. The half is padded twice: once with the fill value, and once with the
