@@ -126,9 +126,9 @@ class Controls:
         there is a budget in bytes, the capture itself, the instantiation of the graph, and each
         replay of the row proof. A capture has only one phase if its mode is PIECEWISE, if the
         runner has several lanes, or if the step changes state, declares scratch, draws random
-        numbers or calls functions wrapped in ``torch.compile``. The attribute ``pauses`` of the result lists the
-        pauses longer than ``max_pause_us``, with their phases. During a capture, calls that would
-        trigger a lazy capture run eager, with reason ``capture_pending``.
+        numbers or calls functions wrapped in ``torch.compile``. The attribute ``pauses`` of the
+        result lists the pauses longer than ``max_pause_us``, with their phases. During a capture,
+        calls that would trigger a lazy capture run eager, with reason ``capture_pending``.
 
         Args:
             keys: Keys to capture; by default all declared keys. As in ``capture``, the largest is
