@@ -97,7 +97,7 @@ def show(report: DemoReport, out: Console) -> None:
     _indented(out, *_capture_lines(report))
     _heading(out, "Steps (median milliseconds per step, after a warmup)")
     _indented(out, _times(report), *_step_lines(report))
-    _heading(out, "One request decoding alone")
+    _heading(out, "Decoding a single request")
     one = report.batch1
     _indented(
         out,

@@ -236,7 +236,7 @@ def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
     for pair in values:
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not equals or name in given or not (text.isascii() and text.isdecimal()):
-            raise ConfigError("--value", pair, "AXIS=N, where N is a whole number, once per axis")
+            raise ConfigError("--value", pair, "AXIS=N with a whole number N, given once per axis")
         given[name] = check_count(int(text[:20]), name, minimum=0)
     if not given and not config.axes:
         return loras
