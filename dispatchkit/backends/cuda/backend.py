@@ -156,12 +156,12 @@ class CudaBackend:
         """Return a stream that is independent of all other live streams of this backend.
 
         Args:
-            priority: Priority of the stream, at least 0. Work with larger numbers runs first.
-                Numbers above the device's range are reduced to its maximum. A graph keeps the
-                priority of the stream that captured it.
+            priority: Priority of the stream, at least 0. Work of streams with a higher priority
+                runs first. A priority above the device's maximum is reduced to the maximum. A graph
+                keeps the priority of the stream that captured it.
 
         Raises:
-            ConfigError: All of the device's streams are in use.
+            ConfigError: All of the device's streams with this priority are in use.
         """
         with self._streams_guard:
             for raw in unused_streams(self._index, priority):
@@ -175,7 +175,8 @@ class CudaBackend:
             len(self._streams) + 1,
             f"at most {MAX_STREAMS}",
             "Use fewer lanes, or drop all references to runners and streams that are not used.",
-            message=f"All {MAX_STREAMS} streams of {self.torch_device} are in use.",
+            message=f"All {MAX_STREAMS} streams of {self.torch_device} with priority {priority} "
+            "are in use.",
         )
 
     def use_stream(self, stream: Any) -> UseStream:
@@ -234,8 +235,8 @@ class CudaBackend:
     def pool_bytes(self, pool: Any) -> int:
         """Return the bytes that the pool currently reserves; 0 if no graph uses it.
 
-        Unless a capture is running, this call also frees the memory that torch keeps for unused
-        pools, and synchronizes with the device. Do not call this method in every step.
+        Unless a capture is running, this call first frees the memory that torch keeps for unused
+        pools. Freeing synchronizes with the device, so do not call this method in every step.
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))

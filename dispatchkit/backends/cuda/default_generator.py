@@ -83,7 +83,7 @@ class _Exchange(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: no function of the step runs under this mode, so all may be compiled."""
+        """Return True, because this mode does not affect compiled functions."""
         return True
 
     def begin(self) -> None:

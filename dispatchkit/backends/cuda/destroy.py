@@ -65,8 +65,8 @@ def destroy_pending() -> None:
 def free_idle_memory() -> None:
     """Return the memory of unused pools to the device, unless a capture is running.
 
-    torch itself frees this memory only if an allocation outside a capture runs out of memory. This
-    function synchronizes with the device.
+    torch itself frees this memory only if an allocation outside a capture runs out of memory.
+    Freeing the memory synchronizes with the device.
     """
     destroy_pending()
     if not idle_memory.is_there or is_any_capturing():

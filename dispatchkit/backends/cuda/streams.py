@@ -25,7 +25,7 @@ def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stre
 
     Args:
         device_index: Index of the device of the streams.
-        priority: Priority of the streams: 0 is normal, and work with larger numbers runs first.
+        priority: Priority of the streams: 0 is normal, and larger numbers run first.
     """
     idle = _idle[device_index, priority]
     for _ in range(len(idle)):
@@ -166,7 +166,7 @@ class UseStream:
         self.put_back()
 
     def put_back(self) -> None:
-        """Restore the previous stream and device; a second call has no effect."""
+        """Restore the previous stream and device; may be called repeatedly."""
         if self._before is None:
             return
         stream_id, device_index, device_type = self._before

@@ -157,7 +157,7 @@ class CaptureWatch(OperationMode):
             raise self.first_error
 
     def watching(self) -> ExitStack:
-        """Return a context that watches all calls of this thread."""
+        """Return a context in which all calls of this thread are watched."""
         stack = ExitStack()
         if self._calls is None:
             stack.enter_context(HostSyncGuard(self, "cuda"))
