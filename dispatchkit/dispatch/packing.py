@@ -75,8 +75,11 @@ def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: Pack
     """Return why bins are invalid; empty if they are valid."""
     found = [item for one in bins for item in one]
     if any(type(item) is not int for item in found) or sorted(found) != list(range(len(lengths))):
+        text = f"returned {format_value(bins)}"
+        if not lengths:
+            return f"{text}; there are no items to pack, so return no bins."
         indices = f"each index from 0 to {len(lengths) - 1}" if len(lengths) > 1 else "index 0"
-        return f"returned {format_value(bins)}; the bins must contain {indices} exactly once."
+        return f"{text}; the bins must contain {indices} exactly once."
     for one in bins:
         num_tokens = sum(lengths[item] for item in one)
         if not one:

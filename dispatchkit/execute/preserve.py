@@ -16,14 +16,15 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
     """Restore, after a ``with`` block, the state that steps change inside it.
 
     This includes declared state (a KV cache, for example), other memory that the captured graphs
-    of the first lane keep alive, and random generators. On exit, the context manager waits for the
-    device before it restores the state. If the block raises, it does not wait.
+    of the first lane keep alive, and random generators. The context manager waits for the device
+    before it saves the state, and, even if the block raises, before it restores the state.
 
     Args:
         runner: The runner whose steps run in the block. Writes to undeclared memory are undone only
             if a captured graph keeps that memory alive.
     """
     state = runner.spec.state
+    runner.backend.synchronize()  # steps in flight on other streams belong to the state
     snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)
     for storage in StorageSet(state.tensors):
         snapshot.save(storage)
@@ -32,5 +33,7 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
             if isinstance(held, torch.UntypedStorage):
                 snapshot.save(held)
     with restored(snapshot):
-        yield
-        runner.backend.synchronize()
+        try:
+            yield
+        finally:
+            runner.backend.synchronize()

@@ -318,12 +318,13 @@ class CapturedKey:
         """
         for index, leaf in enumerate(self.leaves):
             if index in values and not is_same_value(values[index], leaf):
+                first = values[index]
                 raise CaptureError(
-                    f"Output {index} is {format_value(values[index])} ({type(leaf).__name__}) in "
-                    f"one run of the step and {format_value(leaf)} in the next, on the same rows. "
-                    "A replay does not run Python and would always return the value from the "
-                    "capture. Return a tensor, a value that compares equal, or an object with "
-                    "tensor attributes.",
+                    f"Output {index} is {format_value(first)} ({type(first).__name__}) in one run "
+                    f"of the step and {format_value(leaf)} in the next, on the same rows. A replay "
+                    "does not run Python and would always return the value from the capture. "
+                    "Return a tensor, a value that compares equal, or an object with tensor "
+                    "attributes.",
                     key=str(self.key),
                     reason="output_layout",
                 )

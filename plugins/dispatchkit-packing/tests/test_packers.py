@@ -90,6 +90,12 @@ def test_an_answer_that_cannot_be_run_is_refused(answer, problem):
         pack_items(lambda lengths, limits: answer, [4, 4, 4], PackingLimits((8,)))
 
 
+@pytest.mark.parametrize("answer", [[[0]], [["0"]]])
+def test_bins_without_items_to_pack_are_refused(answer):
+    with pytest.raises(PolicyError, match="no items to pack, so return no bins"):
+        pack_items(lambda lengths, limits: answer, [], PackingLimits((8,)))
+
+
 def test_too_many_items_are_refused():
     with pytest.raises(PolicyError, match="put 2 items into a bin; the limit is 1"):
         pack_items(lambda lengths, limits: [[0, 1]], [1, 1], PackingLimits((8,), 1))

@@ -1,0 +1,48 @@
+"""preserved_state restores the state that steps changed, however its block ends."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+from dispatchkit import GraphRunner, StaticInput, StepState
+from dispatchkit.backends.tape import TapeBackend
+from dispatchkit.execute import preserved_state
+
+
+@pytest.mark.parametrize("fault", [None, ZeroDivisionError])
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_in_flight_are_part_of_the_state_and_do_not_write_after_it_is_restored(
+    seed: int, fault: type[Exception] | None
+) -> None:
+    """On a deferred tape, work of other streams runs late unless somebody waits for it."""
+    total = torch.zeros(4)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        total.add_(tokens.sum(0))
+        return tokens + 1
+
+    backend = TapeBackend(scheduler=seed)
+    runner = GraphRunner(
+        step,
+        {"tokens": StaticInput((None, 4), "float32")},
+        sizes=[4],
+        mode="FULL",
+        backend=backend,
+        state=StepState([total]),
+    )
+    runner.capture()
+    backend.synchronize()
+    total.fill_(5)
+    side = backend.new_stream()
+    with backend.use_stream(side):
+        runner(tokens=torch.ones(4, 4))  # in flight when the block starts
+    with suppress(ZeroDivisionError), preserved_state(runner), backend.use_stream(side):
+        for _ in range(3):
+            runner(tokens=torch.ones(4, 4))
+        if fault is not None:
+            raise fault
+    backend.synchronize()
+    assert total.tolist() == [9] * 4
