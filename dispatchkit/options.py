@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 #: The eviction orders, by name.
 EVICTIONS: Final = ("benefit", "lru")
-#: Value of ``check``: compare the first and the first padded replay of each graph with eager.
+#: Value of ``check``: compare each graph's first replay and first padded replay with eager runs.
 FIRST: Final = "first"
 #: Value of ``output_batch_dims``: derive it from runs at two sizes.
 DERIVED: Final = "derived"
@@ -98,7 +98,7 @@ def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
 
 
 def _names_the_place(kind: type[_T]) -> type[_T]:
-    """Decorate a record so that errors for misplaced settings show where to set them."""
+    """Decorate a settings record so that errors for misplaced settings show where to set them."""
     made: Any = kind
     made.__init__ = naming_unknown(made.__init__, kind.__name__, _place_of)
     return kind
@@ -125,8 +125,8 @@ class CaptureOptions:
 
     Attributes:
         warmups: Number of eager runs before each capture.
-        capture_after: Number of steps that request a key until it is captured lazily, counting the
-            step that captures it.
+        capture_after: With lazy capture, capture a graph at the Nth step that needs it, where N is
+            this value.
         state_limit_bytes: Maximum bytes of undeclared state to save and restore around warmups.
         prove_rows: Whether each capture proves that padding does not change the rows of a batch. If
             the proof fails, batches that do not fill the graph run eager. Set to False only if you
@@ -137,7 +137,7 @@ class CaptureOptions:
 
     warmups: int = setting(1, _count(0), SettingInfo("Number of eager runs before each capture."))
     capture_after: int = setting(
-        1, _count(1), SettingInfo("With lazy, capture a graph at the Nth call that needs it.")
+        1, _count(1), SettingInfo("If lazy is true, capture a graph at the Nth call that needs it.")
     )
     state_limit_bytes: int = setting(64 << 20, _count(0))
     prove_rows: bool = setting(True, check_flag)
@@ -156,8 +156,8 @@ class MemoryOptions:
     Attributes:
         max_graphs: Maximum number of live graphs; None for no limit.
         max_bytes: Maximum bytes of the graphs' pool and outputs; None for no limit.
-        eviction: Graph to evict first: the least recently used (``lru``), or the graph with
-            the fewest replays relative to its size in tokens (``benefit``). For a custom function,
+        eviction: Which graph is evicted first. ``lru``: the least recently used. ``benefit``: the
+            graph with the fewest replays relative to its size in tokens. For a custom function,
             call ``runner.controls.set_eviction``.
     """
 
@@ -171,8 +171,8 @@ class MemoryOptions:
         "lru",
         _eviction,
         SettingInfo(
-            "Graphs to evict first: the least recently used (lru), or the least used for their "
-            "size (benefit).",
+            "Which graphs are evicted first. lru: the least recently used; benefit: those with the "
+            "fewest replays relative to their size.",
             read=read_word,
         ),
     )
@@ -235,17 +235,18 @@ class RunnerOptions:
         config: Sizes, limits and modes, such as ``DispatchConfig(max_num_seqs=64)``. A value may
             not be given both here and as an argument of the runner.
         policy_options: Keyword arguments for the function that creates a policy given by name.
-        device: Device of the input tensors, such as ``cuda:1``; by default that of the backend.
-        strict: Whether a downgrade to eager raises.
-        check: Replays to compare with eager, for tests and debugging (slow). N: every Nth replay;
-            0 or None: none; ``first``: the first replay and the first padded replay of each graph.
-            Steps are not timed while checks are on.
-        sample_every: Time only every Nth step of a timed decision. Steps with a one-shot decision
-            are always timed.
+        device: Device of the input tensors, such as ``cuda:1``; by default the backend's device.
+        strict: Whether a step raises NoGraphError if it would run eager because no graph can serve
+            it.
+        check: Which replays are compared with an eager run, for tests and debugging (slow). N:
+            every Nth replay. 0 or None: no replay. ``first``: the first replay and the first padded
+            replay of each graph. Steps are not timed while checks are on.
+        sample_every: Minimum number of steps from one measurement to the next, for decisions that a
+            policy wants timed. A timed decision that is also one-shot is always measured.
         rows_independent: Whether the rows of a mixed batch are independent, so that a policy may
             split a batch over several graphs. Each capture proves this independence, unless
             ``prove_rows`` is False.
-        capture: How keys are captured.
+        capture: Settings for captures.
         memory: Limits on the number and memory of graphs.
         buffers: Static buffers of inputs and outputs.
         lanes: Settings for distributing submitted steps over lanes.
@@ -282,7 +283,10 @@ class RunnerOptions:
     sample_every: int = setting(
         16,
         _count(1),
-        SettingInfo("Measure every Nth step of the decisions that a policy wants timed."),
+        SettingInfo(
+            "Minimum number of steps from one measurement to the next, if a policy wants steps "
+            "timed."
+        ),
     )
     rows_independent: bool = setting(
         False,
@@ -316,7 +320,7 @@ def names_of(record: type[Any]) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-# Settings that are arguments of GraphRunner, and of no record or of ``DispatchConfig`` as well.
+# Settings that are arguments of GraphRunner. Some of them are also settings of ``DispatchConfig``.
 _OF_RUNNER = frozenset(
     {"axes", "backend", "lazy", "max_num_tokens", "mode", "outputs", "policy", "sizes"}
 )
@@ -337,7 +341,7 @@ def settings_of(options: RunnerOptions) -> dict[str, Any]:
 
 
 def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> RunnerOptions:
-    """Return options with some settings changed; each setting may be in any group.
+    """Return options with some settings changed; the settings may belong to different groups.
 
     Raises:
         UnknownNameError: A setting does not exist.

@@ -15,7 +15,7 @@ _Count = tuple[str, int, bool]
 
 
 def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
-    """Convert the whole numbers of a record to ints.
+    """Validate the counts of a record, and convert them to ints.
 
     Integers of numpy and torch are accepted. All fields are converted in one call for speed: a
     dispatcher creates a batch for each cell.
@@ -37,7 +37,7 @@ def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
 
 
 def _read_axes(record: Any) -> None:
-    """Convert the values of axes to a tuple.
+    """Validate the axis buckets of a record, and convert them to a tuple.
 
     Raises:
         DescriptorError: The axes are not a tuple or list of hashable values.
@@ -88,7 +88,7 @@ class BatchDescriptor:
         query_len: Tokens per request of a uniform graph, 1 by default; 0 for mixed batches.
         max_query_len: Maximum number of tokens per request, for a decode graph that accepts varying
             query lengths; None for no limit.
-        axes: Buckets of the configured axes, in order.
+        axes: One bucket per configured axis, in the order of the configuration.
 
     Raises:
         DescriptorError: A value is invalid, or two values contradict each other.
@@ -170,7 +170,7 @@ class GraphKey:
         return self.descriptor.num_tokens
 
     def covers(self, batch: Batch) -> bool:
-        """Return whether the graph can compute a batch.
+        """Return whether the graph can serve a batch.
 
         A graph with adapters also serves batches with fewer or no adapters, because unused adapters
         contribute nothing. A uniform graph serves only uniform batches of the same query length.
@@ -194,7 +194,7 @@ class GraphKey:
 
 @attrs.frozen
 class Batch:
-    """A batch as policies see it; created only on cold paths.
+    """A batch as policies see it; warm steps do not create one.
 
     Attributes:
         num_tokens: Unpadded number of tokens (rows). Policies never receive a batch of 0 tokens.
@@ -207,8 +207,8 @@ class Batch:
         max_query_len: Largest number of tokens of a request, or None if unknown.
         num_active_loras: Number of adapters in use.
         allowed: Code of the allowed runtime modes, an index into ``ALLOWED_MODES``.
-        axes: Buckets of the configured axes, in order; None for a value outside all buckets of its
-            axis.
+        axes: One bucket per configured axis, in the order of the configuration; None if a value is
+            outside all buckets of its axis.
     """
 
     num_tokens: int
@@ -245,7 +245,10 @@ class Batch:
 
     @property
     def facts(self) -> list[str]:
-        """The size and kind of the batch, in words; without axes, whose names it does not have."""
+        """The size and kind of the batch, in words.
+
+        Axes are left out, because a batch stores their buckets but not their names.
+        """
         facts = [counted(self.num_tokens, "token")]
         if self.num_reqs is not None:
             facts.append(counted(self.num_reqs, "request"))

@@ -1,8 +1,8 @@
 """Validate and derive capture sizes, and build the padding table.
 
 Sizes are derived in two ways. ``default_capture_sizes`` follows dispatchkit's own rule, and its
-result always includes the given maximum. ``derive_capture_sizes`` follows the rules of a generation
-of vLLM, which are in ``SIZE_RULES``.
+result always includes the given maximum. ``derive_capture_sizes`` follows vLLM's rules, which have
+changed over time. ``SIZE_RULES`` has one entry for each generation of releases with the same rules.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_capture_sizes(
         limit: Value of ``max_num_tokens``; None means no limit.
         over_limit: ``"refuse"`` raises for sizes above the limit, ``"trim"`` drops them with a
             warning.
-        uniform: Whether the sizes are only for uniform batches, for messages.
+        uniform: Whether the sizes serve only uniform batches; warnings then say so.
 
     Returns:
         The sizes; empty if none were given or all were dropped.
@@ -134,7 +134,7 @@ def check_capture_sizes(
 def default_capture_sizes(
     max_size: int, *, max_num_seqs: int | None = None, query_len: int = 1
 ) -> tuple[int, ...]:
-    """Return capture sizes up to a maximum, which is included.
+    """Return capture sizes up to and including a maximum.
 
     The sizes are 1, 2, 4, then multiples of 8 below 256 and multiples of 16 from there on. With a
     query length above one, each of these numbers times the query length is added, so that uniform
@@ -161,7 +161,7 @@ def default_capture_sizes(
 
 
 def _ladder(top: int, small: Iterable[int] = (1, 2, 4)) -> list[int]:
-    """Return the small sizes, multiples of 8 below 256 and multiples of 16, up to ``top``."""
+    """Return the small sizes, multiples of 8, and from 256 on multiples of 16, up to ``top``."""
     return [
         *(size for size in small if size <= top),
         *range(8, min(top + 1, _COARSE_FROM), 8),
@@ -188,10 +188,11 @@ class SizeRules:
             filter rejects, are removed from the user's list.
         tensor_parallel_filter: Whether sequence parallelism limits sizes to multiples of the
             tensor-parallel size.
-        adds_limits: Whether the token limit and the sizes of decode batches are added.
-        rounds: When sizes are rounded to multiples of the query length: if decode batches run FULL
-            (``full_decode``), or only if mixed batches also have a separate mode
-            (``separate_full_decode``); None for no rounding.
+        adds_limits: Whether the token limit and the sizes of decode batches are added to the
+            derived sizes.
+        rounds: When sizes are rounded to multiples of the query length. ``full_decode``: if decode
+            batches run FULL. ``separate_full_decode``: if decode batches run FULL and mixed batches
+            run in another mode. None: never.
         rounding_with_tensor_parallel: When sizes are also rounded to multiples of a tensor-parallel
             size above one; ``sequence_parallel`` means only with sequence parallelism.
         empty_rounding: What happens if no rounded size fits the maximum: ``raise`` an error, or
@@ -252,7 +253,7 @@ class CaptureSizes:
     Attributes:
         sizes: The sizes, in the order of that generation.
         max_size: The largest size; 0 if there are no sizes.
-        notes: One sentence for each change to the user's settings.
+        notes: One sentence for each setting that was changed or could not be applied.
     """
 
     sizes: tuple[int, ...]
@@ -289,7 +290,7 @@ def derive_capture_sizes(
         max_num_batched_tokens: Largest number of tokens in a batch.
         user_sizes: The user's list of sizes, if given.
         user_max_size: The user's maximum size, if given.
-        mode: The configured mode. Newer generations have no sizes in mode NONE.
+        mode: The configured mode. Generations after 0.11 have no sizes in mode NONE.
         query_len: Tokens per request of a uniform decode batch (1 + speculative tokens).
         enforce_eager: Whether graphs are switched off.
         tensor_parallel_size: Number of ranks that share each layer.
@@ -400,10 +401,10 @@ def round_sizes_for_query_len(
             raise ConfigError(
                 "query_len",
                 query_len,
-                f"a multiple or a divisor of the tensor parallel size ({tensor_parallel_size})",
+                f"a multiple or a divisor of the tensor-parallel size ({tensor_parallel_size})",
                 "Change the number of speculative tokens"
                 + (
-                    " or the tensor parallel size."
+                    " or the tensor-parallel size."
                     if rules.rounding_with_tensor_parallel == "always"
                     else ", or disable sequence parallelism."
                 ),
@@ -461,7 +462,7 @@ def padded_size(table: tuple[int, ...], num_tokens: int) -> int:
     """Return the size that a batch is padded to.
 
     Raises:
-        DescriptorError: The batch is negative or above the largest size.
+        DescriptorError: ``num_tokens`` is negative or above the largest size.
     """
     if not 0 <= num_tokens < len(table):
         raise DescriptorError("num_tokens", num_tokens, f"from 0 to {len(table) - 1}")

@@ -91,7 +91,7 @@ def check_counts(values: Any, setting: str, *, minimum: int = 1) -> tuple[int, .
 
     Args:
         values: An iterable of numbers, or one number.
-        setting: Name of the setting. The error message adds the index of the item at fault.
+        setting: Name of the setting. The error message adds the index of the invalid item.
         minimum: Smallest number allowed.
 
     Raises:
@@ -136,8 +136,8 @@ def check_instance(
         kind: Required type of the object: a class or a protocol.
         setting: Name of the setting, for the error message.
         hint: Next step, for the error message. If ``value`` is a class whose instances are allowed,
-            the next step is to pass an instance.
-        allowed: The allowed values, for the error message; by default, an object of this type.
+            the message asks for an instance instead.
+        allowed: The allowed values, for the error message; by default, the name of ``kind``.
 
     Raises:
         ConfigError: The object has the wrong type.
@@ -161,8 +161,8 @@ def check_instance(
 def has_members(value: Any, protocol: type[_T]) -> TypeGuard[_T]:
     """Return whether an object has the public members of a protocol.
 
-    Attributes that ``__getattr__`` returns count, as in an object that wraps another object. From
-    Python 3.12 on, ``isinstance`` ignores them.
+    Members that a wrapper provides through ``__getattr__`` count too. From Python 3.12 on,
+    ``isinstance`` ignores them.
     """
     return not _missing_members(value, protocol)
 
@@ -205,8 +205,9 @@ def naming_unknown(
 
     Args:
         function: Function to wrap.
-        owner: Name of the class that has the arguments as settings, for the message.
-        place_of: Returns the hint for a setting that belongs elsewhere; empty for unknown names.
+        owner: Name of the class whose settings the arguments are, for the message.
+        place_of: Function that returns where to set a misplaced setting, as a sentence for the
+            message; it returns "" for other names.
 
     Raises:
         UnknownNameError: The wrapper got an unknown keyword argument. The message lists the closest

@@ -56,8 +56,8 @@ def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
 class DispatchConfig:
     """Sizes, limits and modes of one dispatcher.
 
-    Two configurations with the same effect are equal, even if the sizes of only one were derived.
-    ``attrs.evolve`` keeps the given settings and derives the others again.
+    A configuration with derived sizes equals one that was created with these sizes and is otherwise
+    the same. ``attrs.evolve`` keeps the given settings and derives the others again.
 
     Attributes:
         mode: The runtime modes that decode and mixed batches use (vLLM's ``cudagraph_mode``). The
@@ -66,14 +66,15 @@ class DispatchConfig:
         sizes: Capture sizes in tokens, ascending. By default they are derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
         max_num_tokens: Largest batch in tokens; a larger batch raises DescriptorError. If omitted,
-            the limit is the largest capture size, and larger batches run eager.
+            the value is the largest capture size, and larger batches run eager instead of raising.
         max_num_seqs: Maximum number of requests in a batch. The default is ``max_num_tokens``.
         query_lens: Tokens per request of uniform decode batches, in which every request is past its
             prompt and has exactly this many tokens. Several lengths are possible, for example if
             the number of draft tokens varies. The ``uniform`` argument of ``dispatch`` is a 1-based
             index into this tuple.
         varlen_decode: Whether decode graphs accept requests of varying length, up to the first
-            query length. This adds a query class after the classes of uniform batches.
+            query length. Such batches are passed to ``dispatch`` with ``uniform`` set to
+            ``len(query_lens) + 1``.
         uniform_sizes: Sizes for uniform batches of more than one token per request; None means
             ``sizes``.
         max_loras: Largest number of adapters active in a batch, at most 4,096; 0 means no adapters.
@@ -189,7 +190,7 @@ class DispatchConfig:
                 )
             limit = sizes[-1]
         if sizes is None:
-            # vLLM's ceiling. Derived sizes may end below the limit without a warning.
+            # As in vLLM, default sizes end at 512. If the limit is higher, there is no warning.
             top = _DEFAULT_CEILING if limit is None else min(limit, _DEFAULT_CEILING)
             ladders = (
                 default_capture_sizes(top, max_num_seqs=self._max_num_seqs, query_len=query_len)
@@ -261,9 +262,10 @@ class DispatchConfig:
         return self.variants.of_values(loras, values)
 
     def query_class(self, uniform: int) -> tuple[bool, int, int | None]:
-        """Return ``(uniform, query_len, max_query_len)`` of a ``uniform`` argument.
+        """Return ``(uniform, query_len, max_query_len)`` for a query class.
 
-        0 means a mixed batch, and 1 and up mean the uniform query lengths, in order. With
+        The query class is the ``uniform`` argument of ``dispatch``. 0 means a mixed batch, and
+        numbers from 1 on mean uniform batches of the query lengths, in order. With
         ``varlen_decode``, the next number means a batch of requests that are no longer than the
         first query length.
         """

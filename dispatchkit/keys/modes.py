@@ -116,10 +116,10 @@ class CUDAGraphMode(enum.Enum):
 
     @property
     def runtime_mode(self) -> RuntimeMode:
-        """The runtime mode of a member that is not a pair.
+        """The runtime mode with the same name as this mode.
 
         Raises:
-            ModeError: The member is a pair.
+            ModeError: This mode is a pair.
         """
         if isinstance(self.value, tuple):
             raise ModeError("runtime mode", str(self), "NONE, PIECEWISE or FULL")
@@ -134,7 +134,7 @@ class CUDAGraphMode(enum.Enum):
         return CUDAGraphMode(self.value[1]) if self.separate_routine() else self
 
     def has_mode(self, mode: CUDAGraphMode) -> bool:
-        """Return whether decode or mixed batches run in a mode.
+        """Return whether decode or mixed batches run in the given mode.
 
         Raises:
             ModeError: The given mode is a pair.
@@ -211,7 +211,7 @@ def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
 
     Raises:
         ConfigError: The modes are not a list.
-        UnknownNameError: A name is not the name of a mode.
+        UnknownNameError: No mode has one of the names.
     """
     if isinstance(modes, str) or not isinstance(modes, Iterable):
         hint = "For a single mode, write [RuntimeMode.FULL]."
@@ -280,7 +280,7 @@ class AttentionSupport(enum.IntEnum):
         return cls[name]
 
 
-#: The batches that each level allows, in words.
+#: The batches that each partial level allows, in words.
 _BATCHES = {
     AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE: "uniform decode with one token per request",
     AttentionSupport.UNIFORM_BATCH: "uniform decode",
@@ -296,7 +296,8 @@ class ModeResolution:
 
     Attributes:
         mode: The mode in effect.
-        reasons: One sentence per downgrade, in order; empty if the requested mode is in effect.
+        reasons: One text per downgrade, such as ``PIECEWISE -> NONE: pieces cannot be captured``,
+            in order; empty if the requested mode is in effect.
         rounds_sizes: Whether capture sizes must be rounded to multiples of the query length,
             because uniform decode batches of several tokens per request run FULL.
     """
@@ -328,8 +329,8 @@ def resolve_mode(
         fully_compiled: Whether the pieces are compiled or otherwise ready to be captured.
         captures_piecewise: Whether pieces can be captured; False for a runner without pieces.
         rounds_sizes: Whether the caller uses one list of sizes for all modes, which requires
-            rounding for query lengths above one. False for vLLM's second model runner.
-        limited_by: Names of the operators or pieces that have the given level, for messages.
+            rounding for query lengths above one. False for vLLM's Model Runner V2.
+        limited_by: What is limited to the given level, for messages, such as the names of pieces.
 
     Raises:
         ConfigError: FULL was requested for mixed batches, but the level is NEVER.
@@ -385,5 +386,5 @@ def _never_captured(mode: CUDAGraphMode, limited_by: str, *, is_split: bool) -> 
         "mode",
         str(mode),
         f"NONE or PIECEWISE, because {limited_by} cannot be captured",
-        "" if is_split else "To use PIECEWISE, split the step there.",
+        "" if is_split else f"To use PIECEWISE, split the step at {limited_by}.",
     )

@@ -1,8 +1,8 @@
 """Read settings from a file, the environment or the command line.
 
 Each function takes a value (text or a Python object) and the name of the setting. It returns the
-value that the setting's check validates, so error messages do not depend on where a setting is
-given.
+value to pass to the setting's check. Settings from all sources pass through the same check, so they
+cause the same error messages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read_numbers(value: Any, name: str) -> Any:
 
 
 def read_number_or_numbers(value: Any, name: str) -> Any:
-    """Return the numbers of a list or of text; a single number becomes a list with one item."""
+    """Return the numbers in a list or in text; a single number becomes a list with one item."""
     value = read_number(value, name)
     return [value] if isinstance(value, int) else read_numbers(value, name)
 

@@ -77,7 +77,7 @@ def default_of(field: attrs.Attribute[Any]) -> Any:
 
 
 def check_setting(field: attrs.Attribute[Any], value: Any) -> Any:
-    """Return the value that a record stores for a setting.
+    """Validate a value for a setting, and return it as a record would store it.
 
     Raises:
         ConfigError: The value is invalid.

@@ -28,7 +28,7 @@ class SegmentStats:
 
 
 class StepCount:
-    """A number of steps, and the sum of their tokens before padding."""
+    """A counter of steps and of their tokens before padding."""
 
     __slots__ = ("steps", "tokens")
 
@@ -47,7 +47,7 @@ class StepCounters:
     def __init__(self) -> None:
         self._hits: dict[tuple[GraphKey, ...], StepCount] = {}
         self._eager: dict[tuple[str, GraphKey | None], StepCount] = {}
-        #: Replays that stopped at an eager call between segments, by file and line.
+        #: Number of replays that stopped at an eager call between segments, by file and line.
         self.differing_calls: Counter[str] = Counter()
         #: Segments of each key that was captured in segments.
         self.segments: dict[GraphKey, tuple[SegmentStats, ...]] = {}
@@ -60,7 +60,7 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the counter of steps that replay these graphs: one, or one per part."""
+        """Return the counter of steps that replay these graphs: one, or one per part of a batch."""
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
@@ -68,7 +68,7 @@ class StepCounters:
         return sum(count.steps * keys.count(key) for keys, count in self._hits.copy().items())
 
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
-        """Return the counter of eager steps for a reason and a missed key."""
+        """Return the counter of eager steps with a reason, under the key of a missed graph."""
         return self._eager.setdefault((reason, missed), StepCount())
 
     @contextmanager
@@ -144,7 +144,7 @@ class RunnerStats:
     Attributes:
         steps: Number of steps that returned a result.
         steps_by_mode: Number of steps by runtime mode.
-        hits: Number of steps that replayed graphs, by key as a string. A split step counts once,
+        hits: Number of steps that replayed graphs, by key as a string. A split batch counts once,
             under the joined names of its graphs.
         hit_tokens: Tokens of the steps in ``hits``, before padding, by key as a string.
         eager_by_reason: Number of eager steps by reason.
@@ -157,8 +157,8 @@ class RunnerStats:
             than its ``max_pause_us``, by phase of the capture.
         captures: Number of captured graphs.
         capture_failures: Number of failed captures.
-        replay_failures: Number of failed replays; each marks the keys of its graph as failed.
-        evictions: Number of evicted graphs, except by ``clear``.
+        replay_failures: Number of failed replays. A graph is not replayed again after a failure.
+        evictions: Number of evicted graphs, not including graphs removed by ``clear``.
         failed_steps: Number of steps that raised.
     """
 

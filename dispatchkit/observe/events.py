@@ -94,8 +94,8 @@ class EvictEvent:
         runtime_mode: ``FULL`` or ``PIECEWISE``.
         num_tokens: Capture size in tokens.
         lane: Number of the lane that had the graph.
-        reason: Short reason: ``budget``, ``requested``, ``invalidated``, or ``replaced`` by a graph
-            captured outside the runner.
+        reason: Short reason: ``budget``, ``requested``, ``invalidated``, or ``replaced`` (a graph
+            captured outside the runner took its place).
         num_bytes: Decrease of the lane's pool and shared outputs in bytes; None if not measured, as
             for ``invalidated``. Often 0, because graphs of one pool share memory.
     """
@@ -133,8 +133,8 @@ class PolicySwappedEvent:
 class PolicyErrorEvent:
     """A policy raised, returned an invalid value or violated a hard constraint while serving.
 
-    If ``decide`` is at fault, the step runs eager, or raises in strict mode; the event is then sent
-    before the step, once for each affected table cell. The step waits for the callbacks, so they
+    If ``decide`` is at fault, the step runs eager, or raises in strict mode. The event is sent
+    before this step, once for each affected table cell. The step waits for the callbacks, so they
     should be fast.
 
     Attributes:
@@ -236,7 +236,7 @@ class Subscription:
 
 
 class Notifier:
-    """The subscribers of each event class, which are called in subscription order.
+    """The subscriptions to each event class; an event calls them in the order they were made.
 
     Thread safety: any thread may call any method. Tuples of subscriptions are immutable, so a new
     subscription does not affect an event that is being delivered.

@@ -31,7 +31,7 @@ class StepRecorder:
     """A recorder of the most recent steps of a runner.
 
     Args:
-        config: The configuration, which defines query classes and axes.
+        config: The configuration of the runner.
         capacity: Number of steps to keep.
 
     Attributes:
@@ -59,8 +59,8 @@ class StepRecorder:
     ) -> None:
         """Record a step, described by the arguments of ``dispatch``.
 
-        Axis values are recorded as passed to ``DispatchConfig.variant``. If ``loras`` is a plain
-        variant number, the buckets are recorded instead.
+        Axis values are recorded as passed to ``DispatchConfig.variant``. If ``loras`` was not
+        returned by ``variant``, only the buckets are known, so they are recorded instead.
         """
         ring, at = self._ring, self._at
         ring[at] = perf_counter_ns()
@@ -101,9 +101,9 @@ class StepRecorder:
     def trace(self) -> StepTrace:
         """Return the kept steps as a trace, oldest first.
 
-        Steps are numbered from the first recorded step. A column that is unknown for any step is
-        omitted: ``num_reqs`` if a mixed batch was passed without it, ``max_query_len`` if a batch
-        was mixed.
+        Steps are numbered from the first recorded step. A column is omitted if its value is unknown
+        for any step: ``num_reqs`` if a mixed batch was passed without it, ``max_query_len`` if a
+        batch was mixed.
         """
         rows = list(self._rows())
         names = [axis.name for axis in self._config.axes]
@@ -124,7 +124,7 @@ class StepRecorder:
                 longest = min(longest, tokens)
             axes = dict(zip(names, values, strict=True))
             steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))
-        # A step without tokens has no requests, so 0 is known.
+        # 0 requests means unknown, except in a step without tokens.
         has_reqs = all(step[3] or not step[2] for step in steps)
         has_longest = all(step[4] is not None for step in steps)
         return StepTrace.from_steps(

@@ -156,7 +156,7 @@ class Timeline:
             "name": name,
             "cat": category,
             "ph": "X",
-            # A capture may begin before the timeline; its span then begins at 0.
+            # A capture may have begun before the timeline was created; its span begins at 0.
             "ts": max(0, begin - self._start_ns) / 1e3,
             "dur": (end - max(begin, self._start_ns)) / 1e3,
             "pid": 0,

@@ -205,7 +205,8 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYT
 
     Raises:
         TraceError: The file cannot be read, lacks the column ``num_tokens``, has no steps or more
-            than 5 million, or has an impossible value. The message names the line.
+            than 5 million steps, or has an impossible value. If a line is at fault, the message
+            gives its number.
     """
     return parse_trace(trace_name(path), iter_line_blocks(path, max_bytes=max_bytes))
 

@@ -57,10 +57,10 @@ def trace_config(
 
 
 def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
-    """Return the ``loras`` argument of each step.
+    """Return the ``loras`` argument of ``dispatch`` for each step of a trace.
 
     The argument is the number of adapters, at most ``config.max_loras``. If the configuration has
-    axes, the argument is the variant.
+    axes, the argument is the variant: the number of this combination of adapters and axis buckets.
 
     Raises:
         TraceError: The trace lacks the column of an axis of the configuration.

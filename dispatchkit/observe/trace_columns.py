@@ -66,9 +66,9 @@ class TraceStep:
     Attributes:
         num_tokens: Number of scheduled tokens, before padding.
         num_reqs: Number of requests with at least one token; None if not recorded.
-        max_query_len: Maximum number of tokens of a request; None if not recorded.
-        uniform_decode: Whether all requests are past prefill and have the same number of tokens;
-            None if not recorded.
+        max_query_len: Largest number of tokens in one request; None if not recorded.
+        uniform_decode: Whether all requests are past their prompts and have the same number of
+            tokens; None if not recorded.
         num_active_loras: Number of distinct adapters in the step, excluding the base model.
         step: Number of the step; None if not recorded.
         t_s: Start time of the step in seconds, from an arbitrary origin; None if not recorded.
@@ -95,7 +95,7 @@ def axis_names(columns: Iterable[str]) -> tuple[str, ...]:
 
 
 def ordered_columns(columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the known columns: TRACE_COLUMNS first, then the axes."""
+    """Return the columns of a header that are known: TRACE_COLUMNS first, then the axes."""
     axes = (AXIS_PREFIX + name for name in axis_names(columns))
     return (*(column for column in TRACE_COLUMNS if column in columns), *axes)
 
@@ -174,7 +174,7 @@ class ColumnBuilder:
         try:
             fast = self._converted(lines)
         except (ValueError, OverflowError, RecursionError):
-            fast = None  # the slow path below reports the line and the error
+            fast = None  # the loop below reports the line and the error
         if fast is not None and _is_valid(fast):
             self._extend(fast)
             return
@@ -183,7 +183,7 @@ class ColumnBuilder:
                 self._add_checked(at, self._csv_row(at, row))
 
     def _converted(self, lines: list[str]) -> dict[str, array[Any]] | None:
-        """Convert a block to columns; return None if it needs the slow path.
+        """Convert a block to columns; return None if it must be parsed line by line.
 
         Raises:
             ValueError, OverflowError, RecursionError: A cell is not a number.
@@ -248,7 +248,7 @@ class ColumnBuilder:
                 self._extend(fast)
                 return
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            pass  # the slow path below reports the line and the error
+            pass  # the loop below reports the line and the error
         for at, row in enumerate(lines, start=line):
             if row.strip():
                 self._add_checked(at, self._json_row(at, row))

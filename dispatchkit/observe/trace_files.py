@@ -131,7 +131,7 @@ def iter_line_blocks(
 
     Raises:
         TraceError: The file is missing, truncated, damaged, too large, or not UTF-8 text.
-        ConfigError: ``max_bytes`` is not positive.
+        ConfigError: ``max_bytes`` is not a whole number of at least 1.
     """
     max_bytes = check_count(max_bytes, "max_bytes")
     name = trace_name(path) if name is None else name

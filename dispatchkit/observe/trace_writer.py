@@ -29,7 +29,7 @@ __all__ = ["TraceWarning", "TraceWriter", "write_trace"]
 
 
 class TraceWarning(UserWarning):
-    """Steps can no longer be written to a trace; they are only counted."""
+    """A step could not be written to a trace; this step and later ones are only counted."""
 
 
 class TraceWriter:
@@ -97,7 +97,9 @@ class TraceWriter:
         self.close()
 
     def close(self) -> None:
-        """Rename the file to its target; a second call has no effect.
+        """Complete the trace at PATH, as the end of the ``with`` block does.
+
+        A second call has no effect.
 
         Raises:
             TraceError: Steps were lost, or the file cannot be renamed or compressed. The message
@@ -147,7 +149,7 @@ class TraceWriter:
             ConfigError: The writer is closed, or was opened by the parent process.
 
         Warns:
-            TraceWarning: The trace can no longer be written. Issued once.
+            TraceWarning: The step could not be written. Later steps are lost without a warning.
         """
         part = self._part
         if part is None or not part.is_open:
@@ -176,7 +178,7 @@ class TraceWriter:
         except OSError as error:
             self.num_lost += 1
             warnings.warn(
-                f"{self.path} can no longer be written ({error.strerror}). The file has "
+                f"Writing to {self.path} failed ({error.strerror}). The trace has "
                 f"{counted(self.num_steps, 'step')}; this step and later ones are lost and counted "
                 "in num_lost. The program continues.",
                 TraceWarning,
@@ -193,8 +195,8 @@ class _PartFile:
         path: Path of the temporary file.
         is_open: Whether lines can be appended; False after ``finish``, which also runs at exit.
         process: ID of the process that opened the file.
-        failure: The first error of ``append``, after which nothing may be appended, as text; None
-            if there was no error.
+        failure: The first error of ``append``, as text; None if there was none. After an error,
+            nothing may be appended.
     """
 
     def __init__(self, target: Path) -> None:

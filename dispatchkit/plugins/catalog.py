@@ -75,13 +75,13 @@ class Catalog:
             near = nearest_names(name, {info.name for info in self.absent})
             found = sorted(self.absent, key=lambda info: info.name not in near)
         parts = [
-            f"Plugin {info.name!r} ({info.origin}), which may provide it, is not loaded: "
+            f"Plugin {info.name!r} ({info.origin}), which may provide {name!r}, is not loaded: "
             f"{info.reason}" + "." * (not info.reason.endswith((".", "?")))
             for info in found[:3]
         ]
         if len(found) > 3:
             more = counted(len(found) - 3, "more plugin")
-            parts.append(f"Also not loaded: {more}; see `describe()` or run `dispatchkit plugins`.")
+            parts.append(f"Also not loaded: {more}. To list them, run `dispatchkit plugins`.")
         return " ".join(parts)
 
     def create(self, kind: str, name: str, options: dict[str, Any]) -> Any:
@@ -92,7 +92,8 @@ class Catalog:
             ConfigError: The factory does not accept these options.
             PolicyError: A policy's factory raised or did not return a policy.
             BackendUnavailableError: A module that the backend needs cannot be imported.
-            PluginError: Another factory raised or returned the wrong kind of object.
+            PluginError: The factory of another kind of object raised, or returned an invalid
+                object.
         """
         registered = self.get(kind, name)
         factory, origin = registered.spec.factory, registered.origin

@@ -40,8 +40,8 @@ class Candidate:
 
     Attributes:
         origin: Name and distribution of the plugin.
-        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins register a name, the plugin
-            with the lower rank provides it, except for built-in names listed in ``replace``.
+        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins register the same name, the
+            plugin with the lower rank provides it, except for built-in names listed in ``replace``.
         load: Function that imports and returns the plugin object; it may raise anything.
     """
 
@@ -50,7 +50,7 @@ class Candidate:
     load: Callable[[], object]
 
     def order(self, name: str) -> tuple[int, int, str, str, str]:
-        """Return the sort key among the candidates for a name; the smallest key wins.
+        """Return the sort key of this plugin for a name; the plugin with the smallest key wins.
 
         The key does not depend on ``sys.path``. Among installed plugins, the distribution whose
         name matches comes first: ``dispatchkit-vllm`` for ``vllm``, and also for ``vllm@0.13`` and
@@ -127,8 +127,8 @@ class Filter:
     """A filter for plugins, by name of the entry point or distribution.
 
     Attributes:
-        allowed: One set of names per given list (from the argument and the environment). A plugin
-            must be in every set.
+        allowed: One set of names for each list of allowed names: the argument and the environment
+            variable, if given. An installed plugin must be in every set.
         blocked: Names of plugins that are never loaded.
     """
 

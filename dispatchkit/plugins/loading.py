@@ -58,8 +58,9 @@ def load(
         manager: The manager to which the plugin is added.
 
     Raises:
-        PluginError: The plugin is broken, or already loaded under this or another name. Its
-            ``__cause__`` is the original exception. The manager has not changed.
+        PluginError: The plugin is broken, its name is taken, or it is already loaded under another
+            name. The ``__cause__`` of the error is the original exception. The manager has not
+            changed.
     """
     origin = candidate.origin
     doing = [f"importing {origin.entry_point or 'it'}"]
@@ -104,7 +105,7 @@ class PluginLoader:
         problems: Errors to log, or to raise in strict mode.
 
     Raises:
-        UnknownNameError: A name in ``replace`` is not built in.
+        UnknownNameError: A name in ``replace`` is not the name of a built-in object.
     """
 
     def __init__(

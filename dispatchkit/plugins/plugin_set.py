@@ -247,7 +247,7 @@ class PluginSet:
             UnknownNameError: The selected policy does not exist.
         """
         hook = "dispatchkit_select_policy"
-        # Called without pluggy, which would not report the plugin that returned a value or raised.
+        # Called without pluggy, which does not report which plugin returned a value or raised.
         for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
             loaded = self._loaded.get(one.plugin_name)
             if loaded is None:
@@ -354,13 +354,14 @@ def load_plugins(
 ) -> PluginSet:
     """Load the installed plugins into a new set.
 
-    ``allow`` and ``block`` contain names of entry points or distributions. A plugin is loaded if
-    all given lists allow it and no list blocks it; other plugins are not imported. Each call
-    returns an independent set.
+    ``allow`` and ``block`` contain names of entry points or distributions. A plugin is loaded only
+    if the arguments and the environment both allow it and neither blocks it; other plugins are not
+    imported. Each call returns an independent set.
 
     Args:
-        allow: The only plugins to load; an empty list loads no plugin. The environment variable
-            DISPATCHKIT_PLUGINS (comma-separated names, may be empty) has the same effect.
+        allow: The only installed plugins to load; by default all, and with an empty list none. The
+            environment variable DISPATCHKIT_PLUGINS (comma-separated names, may be empty) has the
+            same effect.
         block: Plugins to skip, in addition to the plugins in DISPATCHKIT_DISABLE.
         extra: Additional plugins as tuples (name, object); ``allow`` does not apply to them.
         replace: Built-in names that plugins may replace.
@@ -373,7 +374,7 @@ def load_plugins(
             contains all problems.
         ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra`` is not
             a list of tuples.
-        UnknownNameError: A name in ``replace`` is not built in.
+        UnknownNameError: A name in ``replace`` is not the name of a built-in object.
     """
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
         _check_names(setting, value)

@@ -51,7 +51,8 @@ class PluginInfo:
     """One row of the list of plugins.
 
     Attributes:
-        name: Name of the entry point, or the name given with the object or in a list.
+        name: Name of the entry point, the name given with the object, or the requested name of a
+            missing plugin.
         distribution: Distribution of the plugin; None for an object passed in or a missing plugin.
         version: Version of the distribution; None for an object passed in or a missing plugin.
         origin: The plugin's origin, as text.

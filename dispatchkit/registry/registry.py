@@ -111,7 +111,7 @@ class GraphRegistry:
         return self._disabled_modes
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the keys of a mode that can compute a batch, smallest first.
+        """Yield the keys of a mode whose graphs can serve a batch, smallest first.
 
         Keys of the same size are ordered by number of adapters, fewest first, and then by kind:
         uniform, mixed with a maximum query length, mixed.

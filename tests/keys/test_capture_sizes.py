@@ -313,14 +313,14 @@ def test_query_length_one_rounds_nothing():
 def test_rounding_with_tensor_parallel_ranks():
     options = {"tensor_parallel_size": 4, "sequence_parallel": True, "generation": "0.13"}
     assert round_sizes_for_query_len([1, 8, 10], 2, **options).sizes == (4, 8)
-    with pytest.raises(ConfigError, match="tensor parallel size"):
+    with pytest.raises(ConfigError, match="tensor-parallel size"):
         round_sizes_for_query_len([1, 8, 12], 3, **options)
     assert round_sizes_for_query_len([1, 8, 12], 3, tensor_parallel_size=4).sizes == (3, 9, 12)
 
 
 def test_two_ranks_must_divide_with_the_query_length_too():
     options = {"tensor_parallel_size": 2, "sequence_parallel": True, "generation": "0.13"}
-    with pytest.raises(ConfigError, match=r"tensor parallel size \(2\)"):
+    with pytest.raises(ConfigError, match=r"tensor-parallel size \(2\)"):
         round_sizes_for_query_len([1, 8, 12], 3, **options)
     assert round_sizes_for_query_len([1, 8, 12], 4, **options).sizes == (4, 8, 12)
 
