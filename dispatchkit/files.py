@@ -145,8 +145,8 @@ def _part_name(target: Path, number: int) -> str:
 def create_part(target: Path) -> tuple[int, Path]:
     """Create an empty file next to a target, and return its descriptor and path.
 
-    The file is named ``TARGET.part``, or ``TARGET.1.part`` and so on if that exists. Partial files
-    of other processes are kept, even if the processes were killed.
+    The file is named ``TARGET.part`` or, if this file exists, ``TARGET.1.part`` and so on.
+    Partial files of other processes are kept, even if the processes were killed.
 
     Raises:
         OSError: The file cannot be created.
@@ -208,5 +208,5 @@ def write_whole(path: StrPath, content: str) -> None:
         ConfigError: The file cannot be written. An existing file is kept.
     """
     with whole_file(path) as stream:
-        # Escape characters from file names that are not valid UTF-8.
+        # Escape the invalid bytes of file names that are not UTF-8.
         stream.write(content.encode("utf-8", errors="backslashreplace"))

@@ -26,8 +26,8 @@ skipped.
 
 If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
 ``sys.path``. Built-in names come first, unless ``load_plugins`` lists them in ``replace``. Plugins
-passed in as objects follow, then the distribution named ``dispatchkit-<name>``, then all other
-distributions in alphabetical order.
+passed to ``load_plugins`` as objects follow, then the distribution named ``dispatchkit-<name>``,
+then all other distributions in alphabetical order.
 
 A hook function accepts the documented arguments or a subset, by name and without defaults. Hook
 wrappers are refused. Later versions may add arguments to hooks and fields to records; only major
@@ -122,8 +122,9 @@ class LanePolicySpec(Spec):
 class BackendSpec(Spec):
     """A backend; see ``dispatchkit.backends.base``.
 
-    A runner calls the factory with only ``device``: an index, a name such as ``cuda:1``, or None
-    for the current device. The message of an ImportError should say what to install.
+    A runner calls the factory with the argument ``device``: a ``torch.device``, or a name such as
+    ``cuda:1``. For the current device, the runner passes no argument. The message of an ImportError
+    should say what to install.
     """
 
     kind: ClassVar[str] = "backend"

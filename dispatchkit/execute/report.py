@@ -39,7 +39,7 @@ def format_runner(executors: Sequence[Executor]) -> str:
     if len(executors) > 1:
         lines.append(counted(len(executors), "lane"))
     if first.lane.group.is_asleep:
-        lines.append("its GraphMemory is asleep: call memory.wake() before the next step")
+        lines.append("the runner's GraphMemory is asleep: call memory.wake() before the next step")
     lines += [f"mode {reason}" for reason in first.mode_reasons]
     rows = []
     for key in sorted(first.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
@@ -89,7 +89,7 @@ def _state(executors: Sequence[Executor], key: GraphKey) -> str:
 
 
 def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Describe which batches a graph serves if it is limited, otherwise its segments."""
+    """Return a remark on a captured key: the limits on its batches, or else its segments."""
     for member in executors:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:
@@ -139,7 +139,7 @@ def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
     filled = _BAR_WIDTH * done // total if total else _BAR_WIDTH
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
     end = "\n" if key is None else ""
-    # The carriage return overwrites the previous line; the padding erases its end.
+    # The text overwrites the previous one; the padding erases the rest of a longer text.
     sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_describe(key):<24}{end}")
     sys.stderr.flush()
 

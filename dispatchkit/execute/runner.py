@@ -87,15 +87,15 @@ class GraphRunner:
         buffers: The static inputs by name, for callers that write to them; see ``run_in_place``.
         controls: Operations on graphs, such as capture, freeze and evict.
         lanes: The lanes; each is an executor with its own dispatcher, graphs and counters.
-        taps: The recorder, listener and watcher of steps.
-        decisions: Steps that are decided first and run later, so that ranks can agree.
+        taps: The recorder, the listener and the watcher that observe steps.
+        decisions: Steps that are decided first and run later, so that ranks can agree on them.
         swapper: Swaps of the policy, configuration or limits while steps run.
 
     Raises:
         ConfigError: A setting is invalid, or two settings contradict each other.
         UnknownNameError: No policy, backend, mode or dtype has the given name.
         BackendUnavailableError: The backend cannot run here.
-        PolicyError: The policy raised or returned an invalid value when it was tried.
+        PolicyError: In a trial, the policy raised or returned an invalid value.
 
     Thread safety: any thread may call the runner; calls run one at a time.
     """
@@ -194,8 +194,8 @@ class GraphRunner:
             InputError: An input is missing or unknown, or has the wrong dtype, device or shape.
             DescriptorError: A property of the batch is invalid or above its limit, or a slot does
                 not belong to a session.
-            NoGraphError: No graph can run, and an eager step is not allowed or is a downgrade in a
-                strict runner.
+            NoGraphError: No graph can run, and either ``ceiling`` excludes eager steps, or the
+                runner is strict and an eager step would be a downgrade.
             ReplayError: A replay failed and may have changed state.
             PolicyError: The runner is strict, and the policy raised or returned an invalid value.
         """
@@ -209,7 +209,7 @@ class GraphRunner:
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
             return executor.eager.run_inside_capture(tensors, num_tokens)
-        # A with statement, because a signal handler may raise between acquire() and try.
+        # Not acquire() and try: a signal handler may raise between the two.
         with self._lock:
             try:
                 plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
@@ -234,8 +234,9 @@ class GraphRunner:
     ) -> Any:
         """Run a step on the contents of ``buffers``.
 
-        The caller writes the first ``num_tokens`` rows. The runner resets later rows to the fill
-        value if an earlier step used them. Arguments, results and errors are those of a call.
+        The caller writes the first ``num_tokens`` rows. The runner resets the rows after these to
+        the fill value if an earlier step used them. Arguments, results and errors are those of a
+        call.
 
         Raises:
             InputError: The runner has axes; or no graph serves the batch, and the batch is larger
@@ -324,7 +325,7 @@ class GraphRunner:
                 the lane policy assigns to it.
             progress: True to show progress on stderr, or a function that is called with ``(done,
                 total, key)``, where ``key`` is the next key; None at the end.
-            again: Whether to also retry keys that have failed too often.
+            again: Whether to also capture keys that have failed too often to be retried otherwise.
 
         Returns:
             The report of captured, failed and skipped keys.
@@ -418,12 +419,12 @@ class GraphRunner:
             loras: Number of active adapters.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
             cost_model: Model that estimates the cost of the step: an object, such as the result of
-                ``calibrate`` for this runner. With dispatchkit-plan, it may also be the name of one
-                of its models, or a file.
+                ``calibrate`` for this runner. If dispatchkit-plan is installed, a file or the
+                name of one of the models in dispatchkit-plan is also allowed.
             axes: The value of each axis, by name.
 
         Returns:
-            The explanation; print it to read it.
+            The explanation; ``print`` shows its text.
 
         Raises:
             DescriptorError: The batch is invalid. Exceeding ``max_num_tokens`` is not an error
@@ -498,7 +499,7 @@ class GraphRunner:
                 fewest replays relative to its size (``benefit``).
             ahead: Whether to capture new graphs before the swap; by default True unless the runner
                 is lazy. If False, a lazy runner captures a new graph when a step needs it. In other
-                runners, these steps run eager until ``capture()`` is called.
+                runners, steps that need a new graph run eager until ``capture()`` is called.
 
         Returns:
             The report of the swap.
@@ -509,7 +510,7 @@ class GraphRunner:
             ConfigError: A setting is invalid, no setting changes, a size is larger than the static
                 inputs, or the runner has several lanes.
             UnknownNameError: No policy has the given name.
-            PolicyError: The policy raised or returned an invalid value when it was tried.
+            PolicyError: In a trial, the policy raised or returned an invalid value.
             RegistryError: The runner is frozen, and new graphs are needed.
         """
         return self.swapper.swap(

@@ -261,7 +261,7 @@ def check_slot_state(
         name: Name of the input with slots.
         state: The state to check.
         device: Device on which steps run.
-        options: Options of the runner, which state whether batches may be split.
+        options: Options of the runner; only ``rows_independent`` is used.
 
     Raises:
         ConfigError: The state has ``RawBank`` banks, is on a different device, or is compact
@@ -281,8 +281,8 @@ def check_slot_state(
             "rows_independent",
             True,
             "False with a compact SlotState",
-            "Only the first part of a split batch starts at slot 0. Omit rows_independent, or "
-            "create the SlotState without compact.",
+            "A step of compact sessions must start at slot 0, but only the first part of a split "
+            "batch does. Omit rows_independent, or create the SlotState without compact.",
         )
 
 

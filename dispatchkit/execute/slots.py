@@ -51,7 +51,7 @@ _INDEXED: Final = ("aten::index_", "aten::_index_put_impl_", "aten::scatter", "a
 
 @attrs.frozen
 class SlotInput(StaticInput):
-    """The input for a step's slots; its fill value is the sink."""
+    """The input for a step's slots; its fill value is the index of the sink."""
 
     next_step = _SLOTS_OF
 
@@ -139,7 +139,7 @@ class Bank:
         return from_row.numel() * from_row.element_size()
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
-        """Return copies of rows."""
+        """Return a copy of the rows with the given indices."""
         return self.tensor.index_select(self.dim, index)
 
     def put(self, index: torch.Tensor, rows: torch.Tensor) -> None:
@@ -371,7 +371,7 @@ class SlotState:
 
         Raises:
             DescriptorError: A session has no slot or is passed twice, or ``used`` contains an
-                invalid number of positions. In this case, no session leaves.
+                invalid number of positions. After this error, all sessions keep their slots.
         """
         for session, number in (used or {}).items():
             if whole_number(number) is None or number < 0:
@@ -447,7 +447,7 @@ class SlotState:
                 raise _unhashable(session) from None
             raise _not_a_list(sessions) from None
         except KeyError:
-            if isinstance(sessions, str):  # a single session, iterated by character
+            if isinstance(sessions, str):  # one session was passed instead of a list
                 raise _not_a_list(sessions) from None
             hint = "Call join(session) first."
             raise DescriptorError(
@@ -537,10 +537,10 @@ class SlotState:
 
     @contextmanager
     def lent(self, number: int) -> Iterator[SavedRows | None]:
-        """Lend free slots to dummy rows, whose writes are compared; clear the slots afterwards.
+        """Lend free slots to the dummy rows of a proof, and clear the slots afterwards.
 
-        Yields None if fewer than ``number`` slots are free. A session that needs a lent slot waits
-        until the slot is returned.
+        Yields the saved rows of the slots, or None if fewer than ``number`` slots are free. A
+        session that needs a lent slot waits until the slot is returned.
         """
         with self._changed:
             found = self._free[:number] if len(self._free) >= number else []
@@ -632,7 +632,7 @@ class SlotState:
         self._is_taken[slot] = False
 
     def _find_free(self) -> None:
-        """Update the list of free slots, lowest last, and wake waiting threads."""
+        """Update the list of free slots, in descending order, and wake waiting threads."""
         free = (~self._is_taken).nonzero()[0][::-1].tolist()
         self._free = [slot for slot in free if slot not in self._lent] if self._lent else free
         self._changed.notify_all()
@@ -658,7 +658,7 @@ class SlotState:
         return SlotMove(session, source, target, num_bytes)
 
     def _clear_left(self, slots: Iterable[int]) -> None:
-        """Clear the slots that are now free, unless ``join`` clears them."""
+        """Clear the given slots that are now free, unless ``join`` will clear them."""
         if not self.is_raw:  # padding may change a free raw slot, so join() clears it
             self._clear(slot for slot in slots if not self._is_taken[slot])
 
@@ -699,7 +699,7 @@ class RowWatch:
         """Check an in-place write before it happens.
 
         Raises:
-            CaptureError: The operation writes to a view of rows.
+            CaptureError: The operation may change rows of other sessions.
         """
         storage = storage_of(written)
         name, bank = self._banks.get(storage, ("", None))
@@ -726,7 +726,8 @@ class RowWatch:
     def note_assigned(self, name: str, value: torch.Tensor) -> None:
         """Record that the step has assigned rows.
 
-        A value that is not a copy of rows may be computed from any changed copy.
+        A value that is not itself a copy of rows may be computed from any changed copy, so all
+        changed copies of this bank count as assigned.
 
         Raises:
             CaptureError: The value is a copy, and a different copy was changed.
@@ -766,7 +767,7 @@ class SavedRows:
 
     Attributes:
         index: The given slots.
-        saved: Rows of each bank, by their name in messages.
+        saved: Rows of each bank, by the text that names them in messages.
     """
 
     def __init__(self, state: SlotState, index: torch.Tensor) -> None:
@@ -775,7 +776,7 @@ class SavedRows:
         self.saved: dict[str, torch.Tensor] = self.now()
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return copies of the current rows of each bank, by their name in messages."""
+        """Return copies of the current rows of each bank, with the keys of ``saved``."""
         return {
             f"rows of {name!r}": bank.take(self.index) for name, bank in self._state._banks.items()
         }

@@ -1,4 +1,4 @@
-"""User-defined axes: further host values that graphs are captured for.
+"""User-defined axes: host values, besides the batch size, that graphs are captured for.
 
 An axis may be a sequence length, an image size, or any other number that changes what a step
 computes. Each value is mapped to a bucket. The buckets of all axes and the number of adapters are
@@ -63,8 +63,7 @@ class Axis:
         object.__setattr__(self, "_lookup", tuple(table))
 
     def index(self, value: int) -> int:
-        """Return the 1-based index of the bucket of a value, or 0 if the value is outside all
-        buckets.
+        """Return the 1-based index of a value's bucket; 0 if the value is outside all buckets.
 
         Raises:
             DescriptorError: The value is not a non-negative whole number.
@@ -125,8 +124,8 @@ class Variants:
             message = (
                 f"Give one value for each axis ({names}); got values for {given}."
                 if names
-                else f"Neither an argument nor an axis: {given}. No axis is configured; "
-                "DispatchConfig(axes=[...]) declares axes."
+                else f"Unknown argument or axis: {given}. No axis is configured. "
+                "Correct the name, or declare the axis with DispatchConfig(axes=[...])."
             )
             allowed = f"a value for each of: {names}" if names else "omitted without axes"
             raise DescriptorError("axes", sorted(values), allowed, message=message)
@@ -184,8 +183,8 @@ class Variants:
     def values(self, variant: int) -> tuple[int, ...]:
         """Return the value of each axis, or a value with the same bucket.
 
-        A plain int contains only buckets, so each bucket is returned as the value. The largest
-        bucket plus 1 represents a value outside all buckets.
+        A plain int encodes only the buckets, so each bucket is returned as the value. For a value
+        outside all buckets, the largest bucket plus 1 is returned.
         """
         if isinstance(variant, Variant):
             return variant.values

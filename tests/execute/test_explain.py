@@ -173,7 +173,7 @@ def test_memory_that_is_asleep():
     runner = runner_of(Scaled(), lanes=Lanes(memory=memory))
     memory.sleep()
     assert predicted(runner, 3) == next_step(runner, 3) == "ReplayError"
-    assert "its GraphMemory is asleep: call memory.wake()" in str(runner)
+    assert "the runner's GraphMemory is asleep: call memory.wake()" in str(runner)
     memory.wake()
     assert "asleep" not in str(runner)
     assert predicted(runner, 3) == next_step(runner, 3) == HIT

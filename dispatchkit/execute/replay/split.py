@@ -51,7 +51,7 @@ class PartPlan:
     Attributes:
         rows: Rows of the part.
         plan: Plan that replays the graph.
-        step: Captured key.
+        step: The captured key whose graph the plan replays.
         count: Counter of the plan's replays.
     """
 
@@ -70,7 +70,7 @@ class SplitPlan:
         parts: Parts in order.
         num_tokens: Number of rows in the batch.
         count: Counter of the steps that replay all parts.
-        counters: Step counters, for parts that are counted separately because one ran eager.
+        counters: Step counters, which count the parts separately if any part ran eager.
         inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         eager: Runner of eager steps, for parts whose graph cannot be used.
         lifecycle: Life cycle of the lane's graphs, which proves that rows are independent.
@@ -108,10 +108,10 @@ class SplitPlan:
         Args:
             tensors: Inputs of the step; None if the rows are already in the buffers.
             stream: Raw handle of the current stream.
-            readable: As returned by the check of the inputs.
+            readable: Second result of ``InputSet.check`` for these inputs.
 
         Raises:
-            InputError: The step is an in-place step, but the runner has axes, or the batch is
+            InputError: The step is an in-place step, and either the runner has axes or the batch is
                 larger than the buffers.
         """
         parts, lane = self._parts, self._lane
@@ -131,7 +131,7 @@ class SplitPlan:
         return self._run(tensors, stream, readable)
 
     def _run_open_proofs(self, tensors: Any) -> bool:
-        """Continue open proofs with the integers of a call; return whether any proof ended.
+        """Continue open proofs with the inputs of a call; return whether any proof has ended.
 
         Proofs run before the first part, because a step that has begun cannot be decided again.
         """
@@ -230,16 +230,16 @@ class SplitPlan:
 
 
 class LazySplitPlan:
-    """A plan that captures the missing graphs of parts when due, or runs eager.
+    """A plan that captures the missing graphs of a split batch when due, or runs eager.
 
     Args:
         parts: Parts in order.
         num_tokens: Number of rows in the batch.
         inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         registry: Registry in which the graphs of the parts are looked up.
-        eager: Runner of eager steps, for steps before the captures.
+        eager: Runner of eager steps, for steps that run before all parts have graphs.
         lifecycle: Life cycle of the lane's graphs, which captures the parts.
-        lane: Lane of the steps.
+        lane: Lane that the steps run on.
     """
 
     def __init__(
@@ -276,14 +276,14 @@ class LazySplitPlan:
                 if found and not reason:
                     reason, missed = found, rows.key
         if not reason and (left := self._without_graph()):
-            # A capture failed or evicted the graph of another part. It would do so in each step.
+            # A capture failed or evicted the graph of another part. Every step would do this.
             reason, missed = Reason.EVICTED, left[0].key
         if not reason:
             return AGAIN
         return eager.run_for(reason, tensors, num_tokens, missed)
 
     def _without_graph(self) -> list[RowsOfBatch]:
-        """Return the parts without a graph, one for each key."""
+        """Return the parts that have no graph; if several have the same key, only the first."""
         found: dict[GraphKey, RowsOfBatch] = {}
         for rows in self._parts:
             entry = self._registry.get(rows.key)

@@ -16,7 +16,7 @@ from dispatchkit.execute.slots import SavedRows, SlotState
 
 
 class StepSlots:
-    """A reader of a step's slots, from the call or the static inputs.
+    """A reader that takes a step's slots from the call or from the static inputs.
 
     Args:
         name: Name of the input with the slots.
@@ -45,7 +45,7 @@ class StepSlots:
         return SavedRows(self._state, own.to(self._state.device))
 
     def _read(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Return the slots of a step as an array (B,); reading a device tensor waits."""
+        """Return the slots of a step as an array (B,); wait for the device if they are on it."""
         if tensors is not None:
             slots = tensors[self._index]
         else:

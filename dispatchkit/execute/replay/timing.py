@@ -23,7 +23,7 @@ from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_count
 
-# Maximum number of unread measurements; the oldest are dropped.
+# Maximum number of unread measurements; if there are more, the oldest are dropped.
 MAX_PENDING = 256
 #: Number of steps from one measurement to the next, for timed decisions that are not one-shot.
 SAMPLE_EVERY = 16
@@ -90,7 +90,8 @@ class Timings:
             not one-shot.
 
     Attributes:
-        due: Tick of the lane from which the next step with a timed decision is measured.
+        due: Tick of the lane. The first step with a timed decision at or after this tick is
+            measured.
         is_held: Whether outcomes are held back after a step, because learning would delay the next
             step.
     """
@@ -151,9 +152,10 @@ class Timings:
         return self._first_eager.setdefault(batch.num_tokens, self._lane.tick + 1)
 
     def finish(self, measurement: Measurement) -> None:
-        """Mark the end of a step, and pass on outcomes of finished steps.
+        """Mark the end of a step, and pass the outcomes of finished steps to the dispatcher.
 
-        At that moment the device usually still has work, so learning is unlikely to leave it idle.
+        The device usually still has work when a step has just been submitted, so learning is
+        unlikely to leave the device idle.
         """
         measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
         measurement.was_ahead = measurement.queued and not measurement.start.query()
@@ -168,7 +170,7 @@ class Timings:
             self._fault = fault  # raised by the next measured step; this step must return
 
     def fail(self, measurement: Measurement) -> None:
-        """Record that a step failed or did not run as decided."""
+        """Report to the dispatcher that a step failed or did not run as decided."""
         batch, decision, step = measurement.batch, measurement.decision, measurement.step
         try:
             self._pass_on(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
@@ -176,7 +178,7 @@ class Timings:
             self._fault = fault  # raised by the next measured step; this step has ended
 
     def drain(self, *, wait: bool = False) -> int:
-        """Pass on the outcomes of finished steps, oldest first.
+        """Pass the outcomes of finished steps to the dispatcher, oldest first.
 
         Args:
             wait: Whether to block until all steps are finished; otherwise stop at the first
@@ -226,7 +228,7 @@ class Timings:
             num_read += 1
 
     def _host_us(self, done: Measurement) -> float:
-        """Return the time that the host took to submit a step.
+        """Return the time that the host took to submit a step, excluding waits for the device.
 
         A stream can queue about a thousand launches. When the queue is full, the host waits inside
         a launch until earlier steps have run. The time of a submission is reliable only if the
@@ -291,7 +293,7 @@ class Timer:
                 timings.first_eager_step(batch)  # the step that creates the plan also runs it
 
     def is_due(self, tick: int) -> bool:
-        """Return whether the step after a tick is measured."""
+        """Return whether the next step must be measured, given the lane's current tick."""
         return self.is_always_due or tick >= self.timings.due
 
     def begin(self) -> Measurement:

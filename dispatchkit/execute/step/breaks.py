@@ -1,4 +1,4 @@
-"""Marks for breaks in a model's code, and the protocol of objects that handle them.
+"""Marks for breaks in a model's code, and the protocol of objects that handle the marks.
 
 The marks do nothing in eager runs. A tracer records them as operators without arguments or results.
 During a capture in segments, the ``Breaker`` of the thread ends a segment at each mark.
@@ -22,7 +22,7 @@ __all__ = ["eager_region", "graph_break"]
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
-# Never released, because operators are unregistered when their library is garbage-collected.
+# Kept alive, because torch unregisters operators when their library is garbage-collected.
 _LIBRARY = torch.library.Library("dispatchkit", "DEF")
 for _name in ("graph_break", "eager_begin", "eager_end"):
     _LIBRARY.define(f"{_name}() -> ()")
@@ -33,7 +33,7 @@ class Breaker(Protocol):
     """Protocol for objects that handle the marks a step reaches in a capture."""
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """Call a function that must run eager, and return the result for the step.
+        """Call a function that must run eager, and return the result that the step must use.
 
         Args:
             fn: Function to call.
@@ -66,7 +66,7 @@ _current = _Current()
 
 @contextmanager
 def use_breaker(breaker: Breaker | None) -> Iterator[None]:
-    """Let a breaker handle the marks that this thread reaches; None restores eager behavior."""
+    """Let a breaker handle the marks that this thread reaches; with None, they do nothing."""
     before, _current.breaker = _current.breaker, breaker
     try:
         yield

@@ -1,4 +1,4 @@
-"""The functions that an object runs, and the names in their code."""
+"""Find the functions that an object runs, and the names in their code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def has_imports(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names in a code object, and its strings that may be names.
+    """Return the names in a code object, and the strings in it that may be names.
 
     For example, ``setattr(self, "calls", 1)`` contains the name ``calls`` as a string.
     """
@@ -88,7 +88,7 @@ def names_called(code: types.CodeType) -> frozenset[str]:
     for part in codes_of(code):
         last = ("", "")
         for one in dis.get_instructions(part):
-            # A call is prepared by a null next to the function, or by loading a method.
+            # The bytecode of a call pushes NULL next to the function, or loads a method.
             if "NULL" in one.argrepr or one.opname == "LOAD_METHOD" or last[0] == "PUSH_NULL":
                 found.add(one.argval)
             elif one.opname == "PUSH_NULL":

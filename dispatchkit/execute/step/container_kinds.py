@@ -1,4 +1,4 @@
-"""Read, compare and restore the entries of containers of each kind.
+"""Read, compare and restore the entries of each kind of container.
 
 A container is any object with entries that Python code can change: a dictionary, the attributes of
 an object, a closure cell, a random generator, the memory of a tensor.
@@ -61,8 +61,8 @@ class Kind:
 
     Attributes:
         read: Function that returns the entries of a container by key.
-        write: Function that sets an entry, or removes it for ``MISSING``; None if entries cannot be
-            restored.
+        write: Function that sets an entry, or removes the entry if the value is ``MISSING``; None
+            if entries cannot be restored.
         join: Function that returns the path of an entry, given the container's path and the key.
         is_entered: Whether the contents of entries are recorded too.
         get: Function that returns one entry by key, or ``MISSING``; None if reading all entries is
@@ -259,7 +259,7 @@ def address_of(value: Any) -> int | None:
         return None
     try:
         return value.data_ptr()
-    except (RuntimeError, ValueError):  # without memory: a wrapper subclass, a lazy parameter
+    except (RuntimeError, ValueError):  # no memory, as in a wrapper subclass or a lazy parameter
         return None
 
 
@@ -329,7 +329,7 @@ class _LazyMap:
 
 
 def _read_dict(target: Any) -> dict[Any, Any]:
-    # Bypasses the item access of subclasses, which may create a new object in each read.
+    # Bypasses the item access of subclasses: each read may create a new object.
     return dict.copy(target) if type(target) is dict else dict(mapping(target).items(target))
 
 
@@ -464,7 +464,7 @@ def _put_stream(target: Any, value: tuple[Any, int]) -> None:
 def _read_context(target: contextvars.ContextVar[Any]) -> dict[str, Any]:
     try:
         return {"": target.get()}
-    except LookupError:  # without a value or a default
+    except LookupError:  # the variable has neither a value nor a default
         return {}
 
 
@@ -493,7 +493,7 @@ def _iterator(one: Any) -> Any:
             return "finished"
         held = tuple(v if is_plain(v) else id(v) for v in frame.f_locals.values())
         return repr((frame.f_lasti, held))
-    if type(one).__module__ == "itertools":  # its __reduce__ is deprecated
+    if type(one).__module__ == "itertools":  # __reduce__ of itertools objects is deprecated
         return repr((repr(one), _held_by_iterator(gc.get_referents(one))))
     if type(one).__module__ != "builtins":
         return ""
@@ -560,7 +560,7 @@ GRADIENT = Kind(
 )
 
 
-# The states contain arrays, which compare by value only when pickled.
+# The states contain arrays, so their pickles are compared: == on arrays returns an array.
 NUMPY_GENERATOR = _whole(
     lambda one: pickle.dumps(one.bit_generator.state),
     lambda one, saved: setattr(one.bit_generator, "state", pickle.loads(saved)),  # noqa: S301

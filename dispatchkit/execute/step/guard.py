@@ -1,4 +1,4 @@
-"""Guards: properties besides inputs that a graph depends on, compared in each call."""
+"""Guards: in each step, compare the properties other than inputs that a graph depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from dispatchkit.dispatch import Reason
 
-#: Reason to count if a property differs, for each property of a fingerprint in order.
+#: The reasons to count if a property of a fingerprint differs, in the order of the properties.
 FACTS: Final = (Reason.AUTOCAST, Reason.TRAINING_MODE, Reason.MOVED_MODULE)
 
 #: Autocast dtype or None; training flags of the modules; addresses of the modules.

@@ -29,9 +29,10 @@ def is_internal(cls: Any) -> bool:
 def is_own_module(name: str) -> bool:
     """Return whether a module belongs to dispatchkit or its plugins.
 
-    The state of such a module is not part of a step's state. The class that owns a step often names
-    dispatchkit to create runners, and the walk would then reach the whole package. The demo and the
-    test kits contain models, so they count as user code.
+    The state of such a Python module is not part of a step's state. The class that owns a step
+    often creates runners, so its code refers to dispatchkit. The search for the step's state would
+    otherwise reach the whole package. The demo and the test kits contain models, so they count as
+    user code.
     """
     top, _, rest = name.partition(".")
     if top.startswith("dispatchkit_"):

@@ -51,7 +51,7 @@ class Piece:
 
 @attrs.frozen
 class SlotPiece(Piece):
-    """A part of a step that receives the rows of its slots.
+    """A piece that receives the rows of the step's slots.
 
     Attributes:
         slots: Name of the input that contains the slots.
@@ -69,14 +69,14 @@ class SlotPiece(Piece):
 
 
 def graph_piece(fn: Callable[..., Any]) -> Piece:
-    """Mark a function as a part of a step that may be captured in a graph of its own."""
+    """Mark a function as a piece of a step that may be captured in a separate graph."""
     return Piece(fn, is_graph=True)
 
 
 def eager_piece(
     fn: Callable[..., Any], *, support: AttentionSupport | str = AttentionSupport.ALWAYS
 ) -> Piece:
-    """Mark a function as a part of a step that runs eager in PIECEWISE, such as attention.
+    """Mark a function as a piece of a step that runs eager in PIECEWISE, such as attention.
 
     Args:
         fn: Function to mark.

@@ -3,15 +3,15 @@
 A graph replays kernels but no Python. A step that assigns an attribute, increments a counter,
 appends to a list or rebinds a global therefore computes different results in a replay. A warmup on
 dummy rows would also change this state. Before a run, ``PythonState`` records every container that
-the step reaches. ``changes`` lists the changed entries that the step names, and ``restore``
-restores them.
+the step reaches. ``changes`` returns the changed entries that the step names, and
+``records.restore`` restores them.
 
-The walk starts at the modules of the step, the object that a method is bound to, closure cells,
-globals and attributes of Python modules that the code names, defaults, and arguments bound by
-``partial``.
-From each object it follows attributes, slots, items of containers, attributes of script modules,
-and names in the methods of user-defined classes. It does not enter code of the standard library,
-torch or numpy; of their objects, it records containers, buffers, random generators, and public
+A walk through the objects of the step finds the containers. It starts at the modules of the step,
+the object that a method is bound to, closure cells, globals and attributes of Python modules that
+the code names, defaults, and arguments bound by ``partial``. From each object, it follows
+attributes, slots, items of containers, attributes of script modules, and names in the methods of
+user-defined classes. It does not enter code of the standard library, torch, numpy or attrs. Of
+objects from these libraries, it records containers, buffers, random generators, and public
 attributes with plain values or tensors. It does not record the state of opaque objects, such as
 locks and ``queue.SimpleQueue``, or state in files and other processes.
 """
@@ -124,7 +124,8 @@ class PythonState:
         # Objects that the step reaches without an attribute (roots, cells, globals, classes), with
         # the code that refers to them.
         self._roots: dict[int, set[types.CodeType | None]] = {}
-        # Objects reached through a method or ``partial`` that is an entry, by the entry's identity.
+        # Identities of the objects reached through a method or ``partial`` that is an entry, by the
+        # identity of the method or ``partial``.
         self._bound: dict[int, list[int]] = {}
         queue: deque[Node] = deque(Node(one, name, "", None) for name, one in roots.items())
         # Classes, and values reached only through their code, come last, because the code of a
@@ -175,7 +176,7 @@ class PythonState:
     def _note_use(self, found: Node) -> None:
         """Record how the step may use an object, at each place where the walk finds the object."""
         value, code = found.value, getattr(found.site, "__code__", None)
-        if isinstance(value, Globals) and value.is_imported:  # any code may have named it
+        if isinstance(value, Globals) and value.is_imported:  # any code may have named the module
             code = None
         if not found.is_entry:
             self._roots.setdefault(id(value), set()).add(code)

@@ -10,7 +10,7 @@ from dispatchkit.observe.timeline import span_name
 
 
 class NvtxRanges:
-    """Step watcher that pushes an NVTX range per step, named after its graph or eager reason.
+    """Step watcher that pushes an NVTX range named after each step's graph or eager reason.
 
     Example: ``runner.taps.watch_steps(NvtxRanges())``, under ``nsys profile``.
 

@@ -108,7 +108,8 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.CALL_DIFFERS: (
         "A function under @eager_region returned different shapes, types, strides or Python "
         "values than in the capture; runner.stats().differing_calls shows where. Return "
-        "the same ones every time, or move more of the step into that function."
+        "the same shapes, types, strides and values every time, or move more of the step into that "
+        "function."
     ),
     Reason.PYTHON_STATE: (
         "print(runner) names the attribute, the class and, if known, the line. Keep this state in "
@@ -120,8 +121,8 @@ NEXT_STEPS: Mapping[str, str] = {
         "outside the step."
     ),
     Reason.CONTAINER_WRITTEN: (
-        "print(runner) names the key or index. Return the new value instead, and store it outside "
-        "the step."
+        "print(runner) names the key or index that the step writes. Return the new value instead, "
+        "and store it outside the step."
     ),
     Reason.ROWS_DEPEND: (
         "Padding changes the results of the step; print(runner) shows where. Capture the exact "

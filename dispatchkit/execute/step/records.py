@@ -41,7 +41,7 @@ _LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
 
 @attrs.frozen
 class Node:
-    """An object found in the walk.
+    """An object that the walk of ``PythonState`` found.
 
     Attributes:
         value: The object.

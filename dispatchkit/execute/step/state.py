@@ -8,8 +8,9 @@ the step did not create, the storage is saved, up to a limit.
 Functions wrapped in torch.compile run uncompiled in this warmup, because a dispatch mode does not
 intercept the operations of compiled code.
 
-A write is not detected if its kernel is launched without an operator, or if the operator does not
-declare the write as a mutation.
+The dispatch mode does not detect a write if its kernel is launched without an operator, or if the
+operator does not declare the write as a mutation. ``ContentWatch`` detects such writes to tensors
+that the step is known to reach.
 """
 
 from __future__ import annotations
@@ -267,8 +268,8 @@ class WriteWatch(OperationMode):
         draws: Whether an operation changed the state of a generator. For example, attention draws
             random numbers only with dropout.
         accepts_any_number: Whether all operations accept arbitrary numbers. False after an
-            operation that converts floating-point numbers to integers, draws with probabilities,
-            asserts, or is not part of torch.
+            operation that converts floating-point numbers to integers, draws from given
+            probabilities, asserts, or is not part of torch.
     """
 
     def __init__(
@@ -547,7 +548,7 @@ class ContentWatch:
         return [found for one in self._sums for found in one.changed()]
 
 
-#: Alignment of the copies in bytes, so that kernels use wide words.
+#: Alignment of the copies in bytes, so that kernels can use wide loads.
 _ALIGNMENT: Final = 16
 #: Number of columns that are summed separately. A prime number, so that a write that only moves
 #: values, such as a roll, moves them to other columns and changes the sums.

@@ -284,7 +284,7 @@ def _register_hooks() -> None:
 
 
 def _mark_watches(module: torch.nn.Module, _name: str, _value: Any) -> None:
-    """Mark the watches of a module; torch calls this before the assignment."""
+    """Mark the watches of a module; torch calls this function before an assignment."""
     if torch.compiler.is_compiling():  # other code here would cause a graph break
         return
     for watch in _WATCHES.get(module, ()):

@@ -1,4 +1,4 @@
-"""Find the state of an object that a step reaches, and the objects that it refers to."""
+"""Find the state of an object that a step reaches, and the objects it refers to in turn."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
     """Decorate a class whose instance attributes are not part of a step's state.
 
     Attributes of instances of the class and its subclasses are neither compared nor restored. Use
-    the decorator for callables that are pieces of a runner and keep records of their calls. The
+    the decorator for callables that are pieces of a step and keep records of their calls. The
     ``__wrapped__`` attribute of an instance is still part of the step.
     """
     _BOOKKEEPING_CLASSES.add(cls)
@@ -120,9 +120,10 @@ def _inside(value: Any) -> Any:
 def _of_attributes(value: Any, path: str) -> Iterator[Record | Node]:
     """Yield the attributes, slots and class of an object.
 
-    Library objects other than torch modules and attribute containers are not entered, because they
-    have internal state, such as the cache of a logger. Runners and objects declared as bookkeeping
-    are not part of the step's state.
+    Library objects are not entered, because they have internal state, such as the cache of a
+    logger. The exceptions are torch modules and classes for user-defined attributes, such as
+    ``SimpleNamespace``. Runners and objects declared as bookkeeping are not part of the step's
+    state.
     """
     cls: Any = type(value)
     owner = cls.__qualname__
@@ -198,7 +199,7 @@ def _of_function(fn: Any, found: Node) -> Iterator[Record | Node]:
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
                 yield Node(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
-            if name == "__class__":  # of super(); the step need not create objects of the class
+            if name == "__class__":  # used by super(), even if the step creates no such objects
                 yield Node(_class_in(cell), name, owner, plain, is_owner=True)
             else:
                 yield Node(cell, name, owner, plain)
