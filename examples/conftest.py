@@ -1,4 +1,4 @@
-"""Skip `dispatchkit-smallest`, a policy written by `dispatchkit new-policy`, if not installed."""
+"""Skip the policy written by `dispatchkit new-policy` unless it is installed."""
 
 from __future__ import annotations
 

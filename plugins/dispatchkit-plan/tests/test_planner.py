@@ -92,7 +92,7 @@ def test_a_validated_hedge_saves_what_the_optimum_loses():
 
 
 def test_a_largest_size_far_above_all_steps_is_reported():
-    unused = "No step has more than 40 tokens, but 512 is always captured. With max_size=40"
+    unused = "No step has more than 40 tokens, but size 512 is always captured. Set max_size=40"
     trace = trace_of([5, 40] * 600)
     assert any(unused in text for text in plan_sizes(trace, graphs=3).warnings)
     assert not any(
@@ -113,7 +113,7 @@ def test_warnings_say_when_not_to_rely_on_a_plan():
     assert any("(800 of 1,200) exceed max_size (8 tokens)" in text for text in large.warnings)
     many = plan_sizes(trace_of([5] * 2000), graphs=6, max_size=8)
     assert any(
-        "has 6 graphs, but the planning steps have only 1 distinct size" in text
+        "has 6 graphs, but the steps used for planning have only 1 distinct size" in text
         for text in many.warnings
     )
     fine = plan_sizes(trace_of([3, 5, 8] * 1000), graphs=2, max_size=8, fit_on="first-half")

@@ -3,8 +3,9 @@
 A batch without a graph of its size is padded to a larger size, or runs eager. The time that a graph
 of its exact size saves depends on the traffic (the frequency of the size) and on the device (the
 cost of padding or eager). The other chosen graphs matter too, because a graph also serves smaller
-batches. All sizes are therefore chosen together, by the dynamic program in ``optimal``: existing
-graphs are required but do not use the budget, and batches that no graph may serve run eager.
+batches. All sizes are therefore chosen together, by the dynamic program in ``optimal``. Existing
+graphs are always part of the result, and do not count toward the budget. Batches that no graph may
+serve run eager.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ _ROUNDING = 1e-9
 class OwnSize:
     """A size that deserves its own graph.
 
+    The judged steps are the steps that the plan is evaluated on.
+
     Attributes:
         size: Size to capture, in tokens.
         num_steps: Number of judged steps of exactly this size.
-        saved_us: Time that the graph saves on the judged steps, compared with the other graphs
-            alone.
+        saved_us: Additional time that the judged steps would take without this graph.
         num_bytes: Memory of the graph; None if the budget is a number of graphs.
     """
 
@@ -70,9 +72,10 @@ class OwnSizesPlan:
         before_us: Time of the judged steps with the graphs of ``beside`` only.
         after_us: Time of the judged steps with the graphs of ``beside`` and the chosen graphs.
         num_steps: Number of judged steps of any size.
-        num_steps_over: Number of judged steps that are too large to be considered.
-        judged_on: Description of the judged steps.
-        objective: Minimized quantity, as text: time under the cost model.
+        num_steps_over: Number of judged steps that are larger than ``max_size`` and therefore not
+            considered.
+        judged_on: Description of the judged steps, the steps that the plan is evaluated on.
+        objective: Description of the minimized quantity, which names the cost model.
         warnings: Caveats about the plan.
 
     Sizes are in tokens, times in microseconds, memory in bytes.
@@ -140,7 +143,8 @@ def plan_own_sizes(
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         max_size: Size above which steps are not considered; by default, the largest graph size in
             the cost model or in ``beside``.
-        fit_on: ``all``, or ``first-half`` to plan on the first half and judge on the second.
+        fit_on: ``all`` to plan on all steps and judge the plan on the same steps, or ``first-half``
+            to plan on the first half of the trace and judge the plan on the second half.
 
     Raises:
         ConfigError: A setting is out of range, or the budget is too small for any graph.
@@ -165,8 +169,8 @@ def plan_own_sizes(
         raise TraceError(
             work.source,
             None,
-            f"every planning step exceeds max_size ({counted(max_size, 'token')}); the smallest "
-            f"has {int(fit.num_tokens.min()):,}. Raise max_size.",
+            f"every step used for planning exceeds max_size ({counted(max_size, 'token')}); the "
+            f"smallest has {int(fit.num_tokens.min()):,}. Raise max_size.",
         )
     warnings = []
     if fit.axes:
@@ -269,12 +273,15 @@ class _Steps:
         return int(self.counts[self.batches == size].sum())
 
     def served_us(self, size: int) -> FloatArray:
-        """Return the time of a step of each size if its smallest sufficient graph has this size."""
+        """Return the time of a step of each size if ``size`` is the smallest graph that fits it."""
         wastes = size - self.batches > self.max_waste * size
         return np.where(wastes, self.eager_us, self.graph_us(size))
 
     def time_us(self, graphs: set[int]) -> float:
-        """Return the total time of the steps, each in its smallest sufficient graph or eager."""
+        """Return the total time of all steps.
+
+        Each step replays the smallest graph that fits it, or runs eager.
+        """
         ladder = sorted(graphs)
         place = np.searchsorted(np.array(ladder, dtype=np.int64), self.batches)
         size = np.array([*ladder, 0], dtype=np.int64)[place]
@@ -300,11 +307,12 @@ def _candidates(steps: _Steps, kept: Sequence[int], warnings: list[str]) -> IntA
 def _choose(
     steps: _Steps, kept: Sequence[int], price: Mapping[int, float], limit: float
 ) -> set[int]:
-    """Return the best set of priced sizes whose total price is at most the limit."""
+    """Return the sizes to add: the best set whose total price is at most the limit."""
     if not price:
         return set()
     sizes = sorted({*price, *kept})
-    # Sizes by rank: 0 means no size; the last rank means eager, which covers everything.
+    # Sizes are represented by ranks. Rank 0 means no size; the last rank means eager, which covers
+    # every batch.
     last = len(steps.batches) + 1
     ranks = np.append(1 + np.searchsorted(steps.batches, sizes), last)
     demand = np.concatenate([[0.0], steps.counts, [0.0]])
@@ -336,7 +344,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add the sizes that save the most time per unit of price, while any fits and saves time."""
+    """Spend the rest of the budget on the sizes that save the most time per unit of price."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

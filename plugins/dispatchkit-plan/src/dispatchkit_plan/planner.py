@@ -35,12 +35,12 @@ __all__ = ["Plan", "PlannedFamily", "RivalResult", "plan_sizes"]
 
 MAX_SIZE_LIMIT = 1 << 20
 MIN_STEPS = 1000
-"""Number of planning steps below which the planner warns."""
+"""Number of steps used for planning below which the planner warns."""
 
 _SAME_STEPS = (
     "The plan was judged on the steps it was planned on, and `sizes` are optimal only for these "
-    "steps. For later traffic, use the hedged sizes: `plan.robust` in Python, `For later traffic` "
-    "in the output of the command, `future` in its JSON."
+    "steps. For later traffic, use the hedged sizes, which are in `plan.robust` in Python, under "
+    "`For later traffic` in the output of the command, and in `future` in its JSON."
 )
 _MAX_CANDIDATES = 1024
 _DENSE_UP_TO = 256
@@ -69,9 +69,9 @@ def plan_sizes(
 ) -> Plan:
     """Return the best capture sizes for a trace within one budget.
 
-    With ``fit_on="all"``, ``sizes`` are the exact optimum for the steps of the trace, and
-    ``future`` contains hedged sizes. With ``"first-half"``, the sizes are hedged, and judged on the
-    second half, which is not used for planning.
+    With ``fit_on="all"`` and ``hedge="auto"``, ``sizes`` are the exact optimum for the steps of the
+    trace, and ``future`` contains hedged sizes. With ``fit_on="first-half"``, ``sizes`` are planned
+    on the first half of the trace, with the hedge, and judged on the second half.
 
     Args:
         data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
@@ -83,25 +83,27 @@ def plan_sizes(
             model with ``capture_us``.
         max_size: Largest size, always captured and counted as one of the graphs. Larger steps run
             eager.
-        fit_on: ``all`` or ``first-half``.
+        fit_on: Steps to plan on: ``all``, or the ``first-half`` of the trace.
         keyed: Whether to plan uniform decode and mixed steps separately (``True`` or
             ``"uniform"``), or also by LoRA count (``"uniform+loras"``), within one budget.
-        hedge: ``auto`` to validate hedges on the planning steps, ``none``, or a ``Hedge``.
-        cost_model: Cost model, to minimize time instead of padding.
-        dispatch: With a cost model, ``always`` to replay, or ``best`` to run eager if that is
-            faster.
+        hedge: ``auto`` to choose a hedge by validation on the planning steps, ``none`` to plan
+            without a hedge, or a ``Hedge`` to use.
+        cost_model: Cost model, to minimize the predicted time; None to minimize padding.
+        dispatch: With a cost model, ``always`` if steps always replay a graph that fits, ``best``
+            if they run eager when that is faster.
         align: Number of tokens that divides every size, including ``max_size``.
         token_budget: Size above ``max_size`` for which one graph is considered; ``auto`` for the
-            most frequent size, None for no size. The graph replaces another graph if ``graphs`` is
-            given and the cost model predicts that this saves time.
+            most frequent of these sizes, None to consider none. The graph replaces another graph if
+            ``graphs`` is given and the cost model predicts that this saves time.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         capture_s_per_graph: Time of each capture, for ``capture_time_s``.
-        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction.
+        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction of the cost of
+            the step. At 0.02, a step in a graph for 8 adapters costs 16% more.
         separate_base: Whether steps without adapters run only in graphs captured without adapters.
         max_uniform_size: Largest uniform batch in tokens (vLLM: max_num_seqs x query_len); by
             default, ``max_size``. Used only to count the graphs of the lists that a keyed plan is
             compared with.
-        curve_to: Number of graphs up to which ``Plan.curve`` extends; more if the plan has more.
+        curve_to: Largest number of graphs in ``Plan.curve``, unless the plan itself has more.
 
     Raises:
         ConfigError: A setting is out of range, no budget or several budgets are given, or the
@@ -133,8 +135,8 @@ def plan_sizes(
         raise TraceError(
             work.source,
             None,
-            f"every planning step exceeds max_size ({counted(max_size, 'token')}); the smallest "
-            f"has {int(fit.num_tokens.min()):,}. Raise max_size.",
+            f"every step used for planning exceeds max_size ({counted(max_size, 'token')}); the "
+            f"smallest has {int(fit.num_tokens.min()):,}. Raise max_size.",
         )
     warnings = _warnings(fit, demand, max_size)
     candidates = _candidates(max_size, align, fit, warnings)
@@ -221,8 +223,8 @@ def _hedge_choice(
             FALLBACK_HEDGE,
             validated=False,
             reason=(
-                "The default hedge is used, because hedges are validated on later steps and the "
-                "order of the steps is unknown."
+                "The default hedge is used. A hedge cannot be validated, because the order of the "
+                "steps is unknown."
             ),
         )
     return choose_hedge(fit.num_tokens[fit.num_tokens <= max_size], candidates, objective)
@@ -242,15 +244,15 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     largest = int(fit.num_tokens.max())
     if largest * 2 <= max_size:
         warnings.append(
-            f"No step has more than {counted(largest, 'token')}, but {max_size} is always "
-            f"captured. With max_size={largest} (--max-size {largest}), its graph serves a size "
-            "that occurs; larger batches then run eager."
+            f"No step has more than {counted(largest, 'token')}, but size {max_size} is always "
+            f"captured. Set max_size={largest} (--max-size {largest}) to capture the largest size "
+            "that occurs instead; larger batches then run eager."
         )
     if usable < total / 2:
         warnings.append(
-            f"More than half of the planning steps ({total - usable:,} of {total:,}) exceed "
-            f"max_size ({counted(max_size, 'token')}). A larger max_size may save more time than a "
-            "better choice of sizes."
+            f"More than half of the steps used for planning ({total - usable:,} of {total:,}) "
+            f"exceed max_size ({counted(max_size, 'token')}). A larger max_size may save more time "
+            "than a better choice of sizes."
         )
     return warnings
 
@@ -286,7 +288,7 @@ def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Planner:
-    """Data shared by all plans of one ``plan_sizes`` call, which differ in their hedge."""
+    """Data shared by the plans of one ``plan_sizes`` call; the plans differ only in their hedge."""
 
     fit: Workload
     judged: Workload
@@ -317,9 +319,9 @@ class _Planner:
         distinct = int((self.fit.demand(self.max_size)[1:] > 0).sum())
         if num_graphs > distinct * len(families):
             warnings.append(
-                f"The plan has {counted(num_graphs, 'graph')}, but the planning steps have only "
-                f"{counted(distinct, 'distinct size')}. The additional graphs serve sizes that "
-                "have not occurred yet."
+                f"The plan has {counted(num_graphs, 'graph')}, but the steps used for planning "
+                f"have only {counted(distinct, 'distinct size')}. The additional graphs serve "
+                "sizes that have not occurred yet."
             )
         over = self.judged.num_tokens > self.max_size
         padding = PaddingObjective()

@@ -41,7 +41,7 @@ __all__ = ["Exchange", "RankSimulation", "simulate_ranks"]
 
 @attrs.frozen(kw_only=True)
 class Exchange:
-    """Cost of one agreement.
+    """Cost of one agreement, in which the ranks agree on the size and mode of a step.
 
     Attributes:
         shape: ``tree`` (NCCL between hosts) or ``ring`` (gloo).

@@ -40,7 +40,7 @@ class PlannedFamily:
 
 @attrs.frozen
 class RivalResult:
-    """Result of a well-known list of sizes on the judged steps.
+    """Padding of a well-known list of sizes on the judged steps of a plan.
 
     Attributes:
         num_graphs: Number of graphs that the list requires.
@@ -66,6 +66,8 @@ class RivalResult:
 class Plan:
     """Capture sizes, their quality, and how they were found.
 
+    The judged steps are the steps that the plan is evaluated on.
+
     Attributes:
         sizes: Sizes to capture for all families, ascending. The largest candidate size is always
             included.
@@ -78,7 +80,7 @@ class Plan:
         excess_pct: Percentage by which the objective on the judged steps up to ``max_size`` exceeds
             the value that it would have if every step had a graph of its exact size. Equal to
             ``waste_pct`` without a cost model.
-        curve: (graphs, waste_pct) pairs for every number of graphs, planned and judged like this
+        curve: One (graphs, waste_pct) pair for each number of graphs, planned and judged like this
             plan.
         rivals: Results of well-known lists on the judged steps, by name.
         fit_on: Steps used for planning, ``all`` or ``first-half``.
@@ -90,7 +92,7 @@ class Plan:
         num_steps_over: Number of judged steps above ``max_size``.
         token_budget: Verdict on a graph at the token budget. None if no such graph was considered,
             if no step is above ``max_size``, or if sizes are planned by kind.
-        objective: Minimized quantity, as text.
+        objective: Description of the minimized quantity.
         warnings: Caveats about the plan.
     """
 

@@ -26,7 +26,8 @@ def vllm_default_sizes(max_size: int = 512) -> tuple[int, ...]:
 def vllm_interactivity_sizes(max_size: int = 512) -> tuple[int, ...]:
     """Return vLLM's list for ``performance_mode="interactivity"``: 76 sizes for 512.
 
-    Up to 32, it contains every size, and the default list only 1, 2, 4 and the multiples of 8.
+    It contains every size up to 32, where the default list contains only 1, 2, 4 and the multiples
+    of 8. Above 32, the lists are equal.
     """
     return tuple(sorted({*range(1, min(max_size, 32) + 1)} | _coarse(max_size) | {max_size}))
 

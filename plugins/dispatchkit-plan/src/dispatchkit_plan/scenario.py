@@ -71,16 +71,17 @@ class Scenario:
         policy: Name of an installed policy, or a policy object.
         policy_options: Options of the policy, if it is given by name.
         sizes: Capture sizes; by default, vLLM's default list for the limits of the trace.
-        mode: Runtime modes of decode and mixed batches.
+        mode: Name of a ``CUDAGraphMode``, which selects the runtime modes of decode and mixed
+            batches.
         max_graphs: Maximum number of live graphs per lane. With this or ``max_bytes``, graphs are
             captured when steps need them and evicted to make room. Without either limit and with
             ``capture_after=1``, all graphs are captured before the first step.
         max_bytes: Maximum memory of live graphs per lane in bytes, according to ``graph_bytes`` of
             the cost model.
-        eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the
-            graph with the fewest replays relative to its size.
-        capture_after: Number of steps that must need a graph for it to be captured. The last of
-            these steps replays the graph, the others run eager. Above 1, nothing is captured before
+        eviction: Graph to evict first: ``lru`` for the least recently used graph, ``benefit`` for
+            the graph with the fewest replays relative to its size.
+        capture_after: Number of steps that must need a graph before it is captured. The last of
+            these steps replays the graph; the others run eager. Above 1, nothing is captured before
             the first step.
         lanes: Number of lanes. Steps are assigned to lanes in turn, and each lane has its own
             graphs.
@@ -117,7 +118,7 @@ class Scenario:
     def __attrs_post_init__(self) -> None:
         for setting in ("lanes", "capture_after", "sample_every", "max_graphs", "max_bytes"):
             if getattr(self, setting) is not None:
-                # the class is frozen, but check_count converts strings
+                # check_count may convert a string; a frozen class does not allow plain assignment
                 object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
         check_count(self.seed, "seed", minimum=0)
         check_flag(self.rows_independent, "rows_independent")
@@ -145,6 +146,6 @@ class Scenario:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether graphs are captured on request instead of before the first step."""
+        """Whether graphs are captured when steps need them, instead of before the first step."""
         bounded = self.max_graphs is not None or self.max_bytes is not None
         return bounded or self.capture_after > 1

@@ -4,8 +4,8 @@ The real dispatcher decides; only the device is simulated. Times come from a cos
 policy receives times with noise, as if they were measured; results contain the exact times.
 
 The decisions of a policy that does not learn depend only on the batch, so each distinct batch is
-decided only once. If graphs are captured on request, the order of steps matters, so live graphs are
-tracked step by step. With a learning policy, every step is decided.
+decided only once. If graphs are captured when steps need them, the order of steps matters, so live
+graphs are tracked step by step. With a learning policy, every step is decided separately.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Simulation:
         num_graphs: Number of keys that the policy declared, on all lanes.
         captures: Number of captures, including repeated captures after an eviction.
         evictions: Number of graphs evicted to make room.
-        probes: Number of steps under a one-shot decision of a learning policy.
+        probes: Number of steps with a one-shot decision of a learning policy.
         measured: Number of steps whose time a learning policy received.
         policy_errors: Number of faults of the policy; the affected steps ran eager.
         time_s: Device time of all steps according to the cost model.
@@ -254,7 +254,8 @@ def _notes(
     if not steps.has_order and (learns or scenario.is_lazy or scenario.lanes > 1):
         yield (
             "The trace does not record the order of its steps, so each kind of step is spread "
-            "evenly. Captures, evictions, learning and the steps of each lane depend on the order."
+            "evenly over the trace. Captures, evictions, learning and the steps of each lane "
+            "depend on the order."
         )
     last = min(model.eager_us.last, model.graph_us.last)
     over = int((steps.num_tokens > last).sum())

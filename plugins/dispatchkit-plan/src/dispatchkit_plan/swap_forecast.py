@@ -125,11 +125,12 @@ class SwapForecast:
 def forecast_swap(
     runner: GraphRunner, trace: StepTrace, *, cost_model: CostModel | str, **change: Any
 ) -> SwapForecast:
-    """Forecast the effect of a swap on traffic like a recorded trace.
+    """Forecast the effect of a swap on traffic like that in a recorded trace.
 
     Args:
         runner: Serving runner, which is not changed.
-        trace: Recorded steps, from ``recorder.trace()`` of ``runner.start_recording()``.
+        trace: Recorded steps: the result of ``recorder.trace()`` for the recorder that
+            ``runner.start_recording()`` returns.
         cost_model: Cost model measured by ``calibrate(runner)``, name of a built-in model, or path
             of a file.
         change: Arguments of the swap: ``policy``, ``policy_options``, ``sizes``, ``mode``,
@@ -171,7 +172,7 @@ def _token_limit(*configs: DispatchConfig) -> int | None:
 
 
 def _covering(config: DispatchConfig, num_tokens: int) -> DispatchConfig:
-    """Return a configuration with the same graphs whose table covers batches of ``num_tokens``."""
+    """Return a configuration that has the same graphs and allows batches of ``num_tokens``."""
     if num_tokens <= config.max_num_tokens:
         return config
     with warnings.catch_warnings():
@@ -267,7 +268,7 @@ def _notes(
         )
     if faults:
         yield (
-            f"Because the candidate raised an error or violated a hard constraint, "
+            f"Because the new policy raised an error or violated a hard constraint, "
             f"{counted(faults, 'step')} would run eager."
         )
     largest = max(trace.column("num_tokens"))
@@ -277,7 +278,7 @@ def _notes(
             "times beyond its range are extrapolated."
         )
     if then.dispatcher.policy_parts.learns:
-        yield "The candidate learns while it serves; the forecast does not include its learning."
+        yield "The new policy learns while it serves; the forecast does not include what it learns."
 
 
 def _range(least: int, most: int) -> str:

@@ -109,8 +109,8 @@ def weigh_token_budget(
         return verdict(
             False,
             None,
-            "A graph of this size would replace another graph. To compare both plans, set the "
-            "number of graphs instead of a limit on memory or capture time.",
+            "A graph of this size would replace another graph. To compare plans with and without "
+            "it, set the number of graphs instead of a limit on memory or capture time.",
         )
     if num_graphs < 2:
         return verdict(

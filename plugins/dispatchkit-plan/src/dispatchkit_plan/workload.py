@@ -71,6 +71,8 @@ class Workload:
     def split(self, fit_on: FitOn) -> tuple[Workload, Workload, str]:
         """Return the planning steps, the judged steps, and a description of the judged steps.
 
+        A plan is made from the planning steps and evaluated on the judged steps.
+
         Raises:
             ConfigError: ``fit_on`` is invalid, or is ``"first-half"`` for steps without an order.
             TraceError: There is only one step.

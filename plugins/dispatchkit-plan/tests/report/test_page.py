@@ -140,7 +140,7 @@ def test_one_simulation_is_not_compared(simulations: Any) -> None:
     rows = [one.to_json() for one in simulations]
     several = report_of_simulations(rows, source="s")
     assert several.summary.startswith(
-        "default, powers of two and four graphs, simulated on the same"
+        "default, powers of two and four graphs, simulated without a device on the same"
     )
     assert several.tiles[1].note.endswith(", the shortest")
     single = report_of_simulations(rows[:1], source="s")

@@ -25,13 +25,14 @@ class PredictiveStats:
     """Counters of ``Predictive``.
 
     Attributes:
-        is_on: Whether prefetching is active. It pauses if too few prefetched graphs are used.
+        is_on: Whether prefetching is active. Prefetching means capturing a graph before a step has
+            missed it. Prefetching pauses if steps use too few of the prefetched graphs.
         hit_rate: Share of predictions of the next key that were correct.
         num_predicted: Number of key changes for which there was a prediction.
-        num_ahead: Number of graphs captured before a step needed them.
-        num_used: Number of graphs captured ahead that a step used before their eviction.
+        num_ahead: Number of prefetched graphs.
+        num_used: Number of prefetched graphs that a step used before they were evicted.
         num_wanted: Number of graphs captured in idle time after a step had missed them.
-        num_uploads: Number of graphs uploaded to the device before a launch.
+        num_uploads: Number of graphs uploaded to the device before a step replayed them.
     """
 
     is_on: bool
@@ -47,7 +48,7 @@ class Predictive:
     """An assistant that captures and uploads the graphs of a runner in idle time.
 
     Attach it to a runner and call ``idle`` whenever there is time. Between these calls, it only
-    records keys. Recording a step with the key of the previous step costs one comparison.
+    records keys. For a step with the same key as the previous step, this costs one comparison.
 
     Args:
         order: Length of the longest context used for predictions, in keys.

@@ -16,9 +16,10 @@ _LOOK_BACK, _REST = 100, 100
 
 
 class CapturePlanner:
-    """A capture planner that pauses prefetching if few prefetched graphs are used.
+    """A planner that chooses which graph to capture next and which to evict for it.
 
-    Prefetching means capturing a graph before a step has missed it. This class needs no device.
+    It also prefetches graphs: it captures them before a step has missed them. Prefetching pauses if
+    few prefetched graphs are used. This class needs no device.
 
     Args:
         predictor: Predictor of the next keys.

@@ -1,21 +1,21 @@
 """Predict the next graph key from several forecasts, weighted by their past accuracy.
 
-Consecutive steps with the same key are one event, because they need a single capture. There are
-four forecasts:
+Consecutive steps with the same key count as one event, because they need only one capture. There
+are four forecasts:
 
 - how often each key occurred recently;
-- how far a key was, in buckets, from the previous key of its kind (a *move*), counted separately
-  by the kind of the latest key. Batches tend to grow and shrink by one bucket, so a key that never
-  occurred is expected near keys that did;
+- how many buckets a key was away from the previous key of the same kind (a *move*). Moves are
+  counted separately for each kind of the latest key. Batches tend to grow and shrink by one
+  bucket, so a key that never occurred is expected near keys that did;
 - which keys followed earlier occurrences of the latest keys (the *context*, of up to ``order``
   keys). The more counts a longer context has, the less weight the shorter ones keep;
 - how often each kind of key occurred, with equal shares for all keys of a kind.
 
-Each forecast is a probability distribution over the keys. Its weight is multiplied by the
-probability that it assigned to the actual key (a Bayesian mixture). At each change, part of the
-total weight is redistributed evenly, so that a forecast recovers quickly after a long series of
-misses. Each new count reduces the earlier counts after the same context or, for moves, after a key
-of the same kind, so old traffic is forgotten.
+Each forecast is a probability distribution over the keys. At each change of key, the weight of each
+forecast is multiplied by the probability that the forecast assigned to the new key (a Bayesian
+mixture). Part of the total weight is then redistributed evenly, so that a forecast recovers quickly
+after a long series of misses. Each new count reduces the earlier counts after the same context or,
+for moves, after a key of the same kind, so old traffic is forgotten.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ class KeyPredictor:
     def expected(self) -> GraphKey | None:
         """Return the most likely next key; None if there is nothing to predict.
 
-        This is the case before the first key, and if only one key is declared.
+        There is nothing to predict before the first key, or if only one key is declared.
         """
         self._learn_all()
         best = self._expected()
         return None if best is None else self._keys[best]
 
     def scores(self) -> dict[GraphKey, float]:
-        """Return a score for each declared key; higher means more worth capturing."""
+        """Return a score for each declared key; the best key to capture has the highest score."""
         self._learn_all()
         return self._scores
 

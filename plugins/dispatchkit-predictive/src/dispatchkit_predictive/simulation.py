@@ -23,10 +23,12 @@ class PredictionSimulation:
 
     Attributes:
         num_steps: Number of steps that a graph could serve.
-        max_graphs: Maximum number of live graphs, the same for all three rules.
-        most_wanted: Number of steps that miss a graph if each idle moment captures the key that
-            most steps have missed, as ``runner.controls.capture_next()`` does.
-        latest: Number of steps that miss a graph if each idle moment captures the key missed last.
+        max_graphs: Maximum number of live graphs, the same for ``most_wanted``, ``latest`` and
+            ``predicted``.
+        most_wanted: Number of steps that miss a graph if the key that most steps have missed is
+            captured in each idle moment, as ``runner.controls.capture_next()`` does.
+        latest: Number of steps that miss a graph if the key missed last is captured in each idle
+            moment.
         predicted: Number of steps that miss a graph with prediction.
         captures: Number of captures with prediction.
         hit_rate: Share of predictions of the next key that were correct.
@@ -52,7 +54,7 @@ def _check_steps(keys: Any) -> None:
 def keys_of_trace(
     trace: StepTrace, policy: str = "vllm"
 ) -> tuple[list[GraphKey | None], list[GraphKey]]:
-    """Return the key of each step with tokens (None: eager), and all declared keys.
+    """Return the key of each step (None if it runs eager), and all declared keys.
 
     Steps without tokens are skipped.
 
@@ -177,7 +179,7 @@ def fewest_eager_steps(
     """Return the number of steps that miss a graph if the future is known.
 
     The simulation captures the key that is needed soonest and evicts the key whose next use is the
-    furthest away (Belady's rule). With ``idle_every=1``, no rule misses fewer steps.
+    furthest away (Belady's rule). With ``idle_every=1``, no rule has fewer misses.
 
     Args:
         keys: Key of each step; None for a step that always runs eager.

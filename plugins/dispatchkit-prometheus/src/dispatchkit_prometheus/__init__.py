@@ -1,6 +1,6 @@
 """Prometheus metrics of dispatchkit's runners.
 
-``watch`` reads a runner's counters at each scrape, which adds nothing to a step. ``watch_memory``
+``watch`` reads a runner's counters at each scrape, so it adds no work to steps. ``watch_memory``
 reads the account of a ``GraphMemory`` in the same way. ``PrometheusObserver`` records rare events
 as they happen: captures and their times, failures, evictions, policy faults and swaps.
 ``export_engine`` exports an engine's counters on a port or to a text file.

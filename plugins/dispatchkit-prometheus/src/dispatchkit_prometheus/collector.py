@@ -148,7 +148,7 @@ def watch(
     Args:
         runner: Runner; it is not kept alive.
         name: Value of the label ``runner``, different for each runner.
-        registry: Registry to report to; by default, that of prometheus-client.
+        registry: Registry to report to; by default, the global registry of prometheus-client.
 
     Returns:
         The collector of the registry, which is shared by all its runners.

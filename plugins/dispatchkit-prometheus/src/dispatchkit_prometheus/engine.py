@@ -95,7 +95,8 @@ class EngineExport:
     Args:
         where: Port (0 for any free port), or path of a text file (``.prom``) for the node
             exporter's textfile collector.
-        rank: Rank of the process: the value of the label ``rank``, added to a port other than 0.
+        rank: Rank of the process, and value of the label ``rank``. The rank is added to the port,
+            unless the port is 0.
         world_size: Number of ranks; if there are several, the file's name contains the rank.
         period_s: Seconds between two writes of the file.
 

@@ -19,7 +19,7 @@ __all__ = ["MemoryCollector", "watch_memory"]
 class MemoryCollector(Collector):
     """Collector that reads the accounts of ``GraphMemory`` objects at each scrape.
 
-    It holds weak references: a memory that was garbage-collected is no longer reported.
+    It holds weak references: a ``GraphMemory`` that was garbage-collected is no longer reported.
 
     Thread safety: any thread may add memories and scrape.
     """
@@ -29,7 +29,7 @@ class MemoryCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, name: str, memory: Any) -> None:
-        """Add a memory, whose metrics get the label ``memory`` with the given name.
+        """Add a ``GraphMemory``, whose metrics get the label ``memory`` with the given name.
 
         Raises:
             ConfigError: Another memory has this name.
@@ -101,12 +101,12 @@ _COLLECTORS_LOCK = threading.Lock()
 def watch_memory(
     memory: Any, *, name: str = "memory", registry: CollectorRegistry = REGISTRY
 ) -> MemoryCollector:
-    """Report a memory's account at each scrape of a registry.
+    """Report the account of a ``GraphMemory`` at each scrape of a registry.
 
     Args:
         memory: ``GraphMemory``; it is not kept alive.
         name: Value of the label ``memory``, different for each memory.
-        registry: Registry to report to; by default, that of prometheus-client.
+        registry: Registry to report to; by default, the global registry of prometheus-client.
 
     Returns:
         The collector of the registry, which is shared by all its memories.

@@ -31,7 +31,7 @@ class PrometheusObserver:
         runner = GraphRunner(step, inputs, policy=plugins.with_policy())
 
     Args:
-        registry: Registry of the metrics; by default, that of prometheus-client.
+        registry: Registry of the metrics; by default, the global registry of prometheus-client.
 
     Raises:
         ConfigError: The registry already contains a ``PrometheusObserver``.

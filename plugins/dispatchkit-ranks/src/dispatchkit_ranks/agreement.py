@@ -1,8 +1,8 @@
 """Exchanges of small rows of integers over a process group, each with a time limit.
 
 A failed collective leaves connections in an undefined state, so the first failure ends the
-agreement. Closing the process group wakes the other ranks. Each rank then reads the notes in the
-store to find the rank that caused the failure.
+agreement. The rank leaves a note in the store and closes its process group, which wakes the other
+ranks. It then reads the notes of all ranks to find the rank that caused the failure.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MARK = len(Phase)
 _ROW = _MARK + 2
 #: Number of integers in one exchange.
 ROW_WIDTH = _ROW + MAX_COLUMNS
-# A collective waits several times, and its limit restarts with each wait. Two limits and the time
-# for notes must fit into the timeout.
+# A collective waits several times, and its time limit restarts with each wait. Twice this limit and
+# the time for notes must fit into the timeout.
 _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
 # Minimum time to wait for notes, because a rank on a busy machine may need this long to leave one.
 # A rank without a note is reported as never having arrived.
 _MIN_NOTES_SECONDS = 1.0
-# A rank gives up waiting no earlier than at this share of a collective's time limit. Until then, no
-# rank can have timed out since the last collective, so no check for stopped ranks is needed.
+# No rank times out before this share of a collective's time limit has passed since the last
+# collective. Until then, no check for stopped ranks is needed.
 _SHARE_UNTIL_CHECK = 0.5
 # Time limit for leaving a note in a store that does not answer.
 _SECONDS_FOR_OWN_NOTE = 0.5
@@ -55,7 +55,7 @@ class AgreementStats:
     """Time that this rank spent in step exchanges, including waits for other ranks.
 
     Attributes:
-        num_exchanges: Number of step exchanges after the first.
+        num_exchanges: Number of step exchanges, excluding the first after start-up or a capture.
         total_us: Total time in microseconds.
         max_us: Longest exchange in microseconds.
     """
@@ -68,19 +68,21 @@ class AgreementStats:
 class RankAgreement:
     """The ranks of a process group and their exchanges.
 
-    All ranks must create an agreement at the same point, where versions are compared. An agreement
-    creates a separate process group with the same members, so that its collectives do not queue
-    behind other collectives. The group is closed when the agreement ends.
+    All ranks must create an agreement at the same point of the program; their versions are compared
+    there. An agreement creates a separate process group with the same members, so that its
+    collectives do not queue behind other collectives. The group is closed when the agreement ends.
 
     Args:
         group: A torch.distributed process group; by default the group of all ranks.
         timeout: Maximum time in seconds until all ranks stop if one rank does not reach a step.
             With a timeout below 15 seconds, or if the store does not answer, stopping may take two
             seconds longer. A rank counts as late after 0.4 of the timeout.
-        setup_timeout: The timeout in seconds for start-up, captures and the first step, which ranks
-            may reach at very different times. If it is less than ``timeout``, ``timeout`` applies.
-        device: The device of the exchange. The default is the CPU with gloo, which does not delay
-            device work. A CUDA device uses NCCL and synchronizes with the device in every step.
+        setup_timeout: The timeout in seconds for start-up, captures and the first step after
+            either, which ranks may reach at very different times. If it is less than ``timeout``,
+            ``timeout`` applies.
+        device: The device on which values are exchanged. The default is the CPU with gloo, which
+            does not delay device work. A CUDA device uses NCCL and synchronizes with the device in
+            every step.
         name: Name that distinguishes agreements of the same ranks in the store.
         facts: Values by name that must be equal on all ranks, compared at creation.
 
@@ -260,7 +262,7 @@ class RankAgreement:
         raise error
 
     def stats(self) -> AgreementStats:
-        """Return statistics of the step exchanges after the first."""
+        """Return statistics of step exchanges, excluding the first after start-up or a capture."""
         return AgreementStats(self._num_exchanges, self._total * 1e6, self._longest * 1e6)
 
     # -- the end ------------------------------------------------------------------------
@@ -279,7 +281,7 @@ class RankAgreement:
             return
         if self._group is not None:
             message = [*self._heads[Phase.CLOSE], 0, 0, *self._padding[0]]
-            # This fails if another rank left earlier and closed its side.
+            # This fails if another rank left earlier and closed its side of the connection.
             with contextlib.suppress(RuntimeError):
                 self._group.merge(message, self.timeout * _SHARE_OF_COLLECTIVE)
             self._notes.leave(Note(LEFT, self.step, "closed"))
@@ -459,7 +461,7 @@ def _seconds(value: Any, setting: str) -> float:
 
 
 def _device(value: Any) -> torch.device:
-    """Return the exchange device.
+    """Validate and return the device of the exchange.
 
     The device is validated here because a failed collective would be attributed to another rank.
     """

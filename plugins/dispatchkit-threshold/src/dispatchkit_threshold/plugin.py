@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "threshold",
             ThresholdPolicy,
-            summary="Replays graphs only within fixed limits on tokens and padding",
+            summary="Graphs only within fixed limits on tokens and padding",
         )
     ]

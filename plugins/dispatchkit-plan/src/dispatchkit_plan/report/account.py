@@ -1,7 +1,7 @@
 """Account of a trace under a policy: every distinct decision, its reason and its cost.
 
-In contrast to a simulation, which keeps totals, an account keeps every distinct decision, so that
-each can be explained. An account needs no device: the real dispatcher decides, all declared graphs
+Unlike a simulation, which keeps only totals, an account keeps every distinct decision, so each can
+be explained. An account needs no device: the real dispatcher decides, all declared graphs
 count as captured, and a cost model provides the times.
 """
 
@@ -42,7 +42,8 @@ class AccountedDecision:
         num_tokens: Number of tokens of the batch.
         num_reqs: Number of requests of the first step with this decision; 0 if not recorded.
         uniform: ``uniform`` argument of ``dispatch``; 0 for mixed batches.
-        loras: Number of active adapters; if axes are configured, the index of the variant.
+        loras: Number of active adapters; if axes are configured, the index of the combination of
+            adapters and axis buckets.
         decision: Decision of the policy for the batch.
         steps: Number of steps with this decision.
         cost: Cost of one step.
@@ -101,11 +102,11 @@ class Account:
         config: Configuration of the dispatcher.
         num_graphs: Number of keys that the policy declared.
         decisions: All distinct decisions, sorted by total time in descending order.
-        bins: The steps in order, divided into at most ``MAX_BINS`` equal parts.
+        bins: Totals of at most ``MAX_BINS`` equal parts of the trace, in order.
         cost_model: Name of the cost model.
-        covered_to: Largest number of tokens up to which the cost model was measured, both eager and
+        covered_to: Largest number of tokens for which the cost model was measured, both eager and
             with graphs.
-        dispatcher: Dispatcher that decided; ``explain`` uses it.
+        dispatcher: Dispatcher that made the decisions; ``explain`` uses it.
         has_order: Whether the trace records the order of its steps; a histogram does not.
     """
 

@@ -34,7 +34,7 @@ _CHAR = 6.6  # mean width of a character at 12 px
 _LABEL_HEIGHT = 14.0
 # Maximum distance of a label from its point without a leader line.
 _NEAR = 12.0
-# Maximum number of labeled points for which all orders are tried: 120 orders for 5 points.
+# Maximum number of points whose labels are placed in every possible order: 120 orders for 5 points.
 _MAX_ORDERED = 5
 # Distance below which two points share one block of labels.
 _ONE_PLACE = 4.0
@@ -43,7 +43,7 @@ _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff
 
 
 def text(value: object) -> str:
-    """Return a value as escaped text, which is also safe in attributes."""
+    """Return a value as text that is escaped for HTML, including attributes."""
     return html.escape(_UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", str(value)), quote=True)
 
 
@@ -172,7 +172,7 @@ class _Frame:
         )
 
     def x_axis(self, ticks: Sequence[tuple[float, str]], label: str) -> None:
-        """Draw as many ticks as fit without overlap, including the last tick."""
+        """Draw the x axis with as many ticks as fit without overlap, always including the last."""
         chosen: list[tuple[float, str]] = []
         free = math.inf
         for x, what in reversed(ticks):
@@ -272,7 +272,7 @@ class Shares(Chart):
     Attributes:
         label: Description of the plot for screen readers.
         ends: Number of the last step of each bar.
-        series: Counts of each part, one per bar.
+        series: Parts of the bars, with one count per bar.
         x_label: Label of the x axis.
     """
 
@@ -323,7 +323,7 @@ class Lines(Chart):
         lines: Lines and labeled points to draw.
         x_label: Label of the x axis.
         y_label: Label of the y axis.
-        unit: Unit of y.
+        unit: Unit of the y values.
     """
 
     label: str
@@ -386,7 +386,7 @@ class Lines(Chart):
 
 
 def _boxes_along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float]]:
-    """Yield boxes along a line, a few pixels apart, so that labels can avoid it."""
+    """Yield boxes along a line, a few pixels apart, so that labels can avoid the line."""
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         count = int(max(abs(x1 - x0), abs(y1 - y0)) / 6) + 1
         for step in range(count):
@@ -395,7 +395,7 @@ def _boxes_along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float
 
 
 _Box = tuple[float, float, float]
-"""(left, right, baseline) of a label, or of an area that labels must not cover."""
+"""(left, right, baseline) of a label, or of an area that labels should not cover."""
 _Group = tuple[float, float, list[str]]
 """(x, y, labels) of a point; its labels are stacked."""
 
@@ -425,7 +425,7 @@ class _LabelLayout:
     Args:
         frame: Frame to draw on.
         drawn: Boxes of lines; labels cover them only if necessary.
-        solid: Boxes of points.
+        solid: Boxes of points; labels avoid them even more than lines.
 
     Attributes:
         parts: Functions that draw the labels.
@@ -489,7 +489,7 @@ class _LabelLayout:
         *,
         has_stroke: bool,
     ) -> int:
-        """Return a cost for overlaps of labels and for their distance from the point."""
+        """Return the cost of placing labels: overlaps, and the length of the leader line."""
         left, top = place
         tops = [top + at * _LABEL_HEIGHT for at in range(round(below_first / _LABEL_HEIGHT) + 1)]
 
@@ -521,12 +521,12 @@ def _stroke_end(y: float, top: float, below_first: float) -> float:
 
 @attrs.frozen(kw_only=True)
 class Pairs(Chart):
-    """Values of each category as dots on a vertical stroke, on a logarithmic axis.
+    """Values of each category as dots on a vertical stroke, with a logarithmic y axis.
 
     Attributes:
         label: Description of the plot for screen readers.
         categories: Names below the x axis.
-        series: Dots of one color; 0 for an unknown value, which is not drawn.
+        series: Values of the dots of each color; a value of 0 is unknown and not drawn.
         x_label: Label of the x axis.
         y_label: Label of the y axis.
         unit: Unit of the values.

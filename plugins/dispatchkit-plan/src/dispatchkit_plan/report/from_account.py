@@ -39,7 +39,7 @@ MIN_WASTE = 0.01
 """Smallest padding in the plot, in percent; a logarithmic axis has no zero."""
 
 WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
-"""(graphs, padding in percent) pairs of the planner's curve, and of known lists by name."""
+"""(graphs, padding in percent) pairs of the planner's curve, and the pair of each known list."""
 
 
 def waste_plan(source: object, max_size: int) -> WastePlan | str:
@@ -49,7 +49,7 @@ def waste_plan(source: object, max_size: int) -> WastePlan | str:
 
         plan = plan_sizes(source, graphs=1, max_size=max_size, hedge="none")  # type: ignore[arg-type]
     except DispatchkitError as error:
-        return f"The planner could not compute the curve: {error}"
+        return f"The planner could not compute the best sizes: {error}"
     rivals = {name: (one.num_graphs, one.waste_pct) for name, one in plan.rivals.items()}
     return plan.curve, rivals
 
@@ -57,7 +57,7 @@ def waste_plan(source: object, max_size: int) -> WastePlan | str:
 def waste_figure(
     plan: WastePlan | str, own: Sequence[tuple[str, int, float]], max_size: int
 ) -> Figure | MissingFigure:
-    """Return the plot of padding against the number of graphs, for the curve and all lists."""
+    """Return the plot of padding against the number of graphs, for the best sizes and all lists."""
     title = "Waste against number of graphs"
     if isinstance(plan, str):
         return MissingFigure("waste", title, plan)
@@ -154,7 +154,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
 
 
 def brief_sizes(sizes: Sequence[int]) -> str:
-    """Return a list of sizes as text; of more than 12 sizes, only the first and the last."""
+    """Return sizes as text; more than 12 sizes are shortened to the first five and the last."""
     if len(sizes) <= 12:
         return ", ".join(map(str, sizes)) or "none"
     head = ", ".join(map(str, sizes[:5]))

@@ -61,8 +61,9 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     return Report(
         title=f"Simulation results: {source}",
         summary=(
-            f"{names}, simulated on {the_same}{counted(first['num_steps'], 'step')} without a "
-            "device." + (f" {best['label']} has the shortest device time." if several else "")
+            f"{names}, simulated without a device on {the_same}"
+            f"{counted(first['num_steps'], 'step')}."
+            + (f" {best['label']} has the shortest device time." if several else "")
         ),
         facts=(
             ("Scenarios", str(len(checked))),
@@ -233,7 +234,7 @@ def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     return Figure(
         "reasons",
         "Reasons for eager steps",
-        "Number of eager steps by reason. The full width stands for all steps.",
+        "Number of eager steps by reason. A bar of full width stands for all steps.",
         Bars(
             label="Reasons for eager steps",
             bands=bands,

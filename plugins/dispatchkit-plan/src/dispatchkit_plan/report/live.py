@@ -50,8 +50,8 @@ class LiveStatistics:
         policy: Name of the policy at the last sample.
         samples: Counters of each sample, as JSON values.
         arms: Measurements of a learning policy at the last sample.
-        memory: Bytes by purpose for each device at the last sample, if the runner shares a
-            ``GraphMemory``; otherwise empty.
+        memory: Memory of each device in bytes by purpose, at the last sample; empty unless the
+            runner shares a ``GraphMemory``.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ DARK = """
 --track:#20262f;--shade:rgba(0,0,0,.6);
 """
 FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
-# Styles of the plots, which may be part of a page or separate files.
+# Styles of plots, whether they are part of a page or separate files.
 PLOT = """
 svg text{font-family:inherit;font-size:12px;fill:var(--soft)}
 svg .name{fill:var(--ink)}

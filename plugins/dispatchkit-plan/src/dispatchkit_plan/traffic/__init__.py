@@ -1,4 +1,4 @@
-"""Read traffic in formats of other programs: size counts and server logs."""
+"""Read traffic from step traces, histograms and server logs."""
 
 from dispatchkit_plan.traffic.counts import (
     CudagraphStats,

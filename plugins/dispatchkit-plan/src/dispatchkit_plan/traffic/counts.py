@@ -1,7 +1,7 @@
 """Read counts of steps: vLLM's CUDA graph statistics, and histograms.
 
 Both contain the frequency of each batch size, but not the order of steps. Plans can be made from
-these counts, but validation requires the order, which only step traces record.
+these counts, but validating a plan requires the order of steps, which a step trace records.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class SizeHistogram:
         return all(kind.uniform is not None for kind in self.counts)
 
     def steps(self) -> StepTrace:
-        """Return the counted steps as a trace, with each kind spread evenly.
+        """Return the counted steps as a trace in which each kind is spread evenly.
 
-        The actual order is unknown, so ``has_order`` of the trace is False. Steps of unknown kind
-        are treated as mixed, which is also the default of a runner.
+        The actual order is unknown, so ``has_order`` of the trace is False. Steps for which
+        ``uniform`` is unknown are treated as mixed, which is also the default of a runner.
 
         Raises:
             TraceError: There are no steps, or more than 5 million.
@@ -173,8 +173,8 @@ class CudagraphStats:
 
         The table has no column for uniform decode. With ``FULL_AND_PIECEWISE`` and
         ``FULL_DECODE_ONLY``, FULL graphs serve only uniform decode. PIECEWISE steps are assumed to
-        be mixed, because a uniform batch has this mode only above the largest decode graph. The
-        kind of steps without a graph, and of all steps in other modes, stays unknown.
+        be mixed, because a uniform batch has this mode only above the largest decode graph. For
+        steps without a graph, and for all steps if another mode is configured, ``uniform`` is None.
         """
         counts: Counter[StepKind] = Counter()
         apart = self.config_mode in {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}

@@ -77,8 +77,8 @@ def read_steps(
 ) -> StepTrace:
     """Read any file that ``read_workload`` accepts, as single steps.
 
-    If the file contains only counts, each kind of step is spread evenly, and ``has_order`` of the
-    trace is False.
+    If the file contains only counts, each kind of step is spread evenly over the trace, and
+    ``has_order`` of the trace is False.
 
     Raises:
         TraceError: As for ``read_workload``, or the file counts more than 5 million steps.

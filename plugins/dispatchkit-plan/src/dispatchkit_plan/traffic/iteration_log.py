@@ -1,7 +1,7 @@
 """Read steps that vLLM logs with ``--enable-logging-iteration-details``.
 
-In contrast to CUDA graph statistics, these lines record the order of steps and the requests of each
-step. In a log that contains both, these lines are therefore preferred.
+Unlike CUDA graph statistics, these lines record the order of steps and the number of requests of
+each step. If a log contains both, these lines are therefore preferred.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _LINE = re.compile(
 
 
 class IterationLog:
-    """Collector of the steps in a log, which passes every block on to the next reader.
+    """Collector of the steps in a log.
 
-    A step is uniform decode if it has no prompts and one token per request. Dummy iterations and
-    iterations without tokens are skipped. Times exclude the time between steps.
+    It passes every block of lines on to the next reader. A step is uniform decode if it has no
+    prompts and one token per request. Dummy iterations and iterations without tokens are skipped.
+    Times exclude the time between steps.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Classes that follow the documentation of a third-party dispatcher.
+"""Classes with the names of a third-party dispatcher.
 
-The dispatcher's documentation is published, but its implementation is not. These classes have the
-documented names and behavior, and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` requires
+Only the dispatcher's documentation is published, not its implementation. These classes
+follow the documentation and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` requires
 dispatchkit-adaptive, and ``StreamDispatcher`` requires dispatchkit-multistream.
 """
 
@@ -122,7 +122,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
 
 @attrs.define
 class DispatchStats:
-    """The number of batches that ran in each mode."""
+    """Numbers of batches, by the mode in which they ran."""
 
     num_full: int = 0
     num_piecewise: int = 0
@@ -150,7 +150,7 @@ class DispatchPolicy(abc.ABC):
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the mode for a batch; ``available_modes`` are the modes with a graph."""
+        """Return the mode to run in, among the modes with a graph."""
 
 
 class DefaultDispatchPolicy(DispatchPolicy):
@@ -245,7 +245,7 @@ class CudagraphDispatcher:
 
     @property
     def stats(self) -> DispatchStats:
-        """The number of batches that ran in each mode."""
+        """Numbers of batches, by the mode in which they ran."""
         return self._stats
 
     def register_graph(
@@ -313,11 +313,11 @@ class CudagraphDispatcher:
             self.registry.clear()
 
     def enable_mode(self, mode: DispatchMode) -> None:
-        """Allow replays of a mode's graphs again, after ``disable_mode``."""
+        """Replay graphs of a mode again."""
         self.registry.set_enabled(True, mode=mode.runtime_mode)
 
     def disable_mode(self, mode: DispatchMode) -> None:
-        """Stop replays of a mode's graphs until ``enable_mode``."""
+        """Stop replaying graphs of a mode until the mode is enabled."""
         self.registry.set_enabled(False, mode=mode.runtime_mode)
 
 
@@ -325,8 +325,8 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     """A policy that learns from latencies, implemented by dispatchkit-adaptive.
 
     Args:
-        history_size: Approximate number of recent latencies that determine the estimate for a key
-            and mode; at least 8.
+        history_size: Approximate number of latest latencies per key and mode that determine an
+            estimate, at least 8.
 
     Raises:
         ConfigError: ``history_size`` is invalid.
@@ -379,8 +379,8 @@ class CompositeDispatcher:
     in the order in which they were added.
 
     Attributes:
-        faults: Number of errors raised by ``has_graph``, by name of the dispatcher. After an error,
-            the dispatcher counts as having no graph for that batch.
+        faults: Number of errors raised by each dispatcher's ``has_graph``, by the dispatcher's
+            name. After an error, the dispatcher counts as having no graph for that batch.
     """
 
     def __init__(self) -> None:
@@ -405,8 +405,9 @@ class CompositeDispatcher:
     def dispatch(self, key: DispatchKey) -> Any:
         """Run a batch in the first dispatcher that has a graph for its key; return the result.
 
-        If no dispatcher has a graph, the dispatcher with the highest priority runs the batch. If
-        the batch raises an exception, no other dispatcher is tried, so that no batch runs twice.
+        Without such a dispatcher, the one with the highest priority runs the batch.
+
+        An exception from the batch propagates to the caller, so that no batch runs twice.
 
         Raises:
             ConfigError: There are no dispatchers.
@@ -426,7 +427,7 @@ class CompositeDispatcher:
         except Exception:  # noqa: BLE001 - a failing member must not stop the others
             self.faults[name] += 1
             _log.exception(
-                "Dispatcher %r counts as having no graph for %s: has_graph() raised an error",
+                "has_graph of dispatcher %r raised an error, which counts as no graph for %s",
                 name,
                 key,
             )
@@ -461,8 +462,7 @@ class StreamDispatcher(CudagraphDispatcher):
         backend: A backend or its name.
 
     Raises:
-        ConfigError: The device has fewer than ``num_streams`` unused streams, or another argument
-            is invalid.
+        ConfigError: The device has fewer than ``num_streams`` independent streams.
         NotBuiltError: dispatchkit-multistream is not installed.
     """
 
