@@ -212,7 +212,7 @@ class LaneOptions:
 
     Attributes:
         lane_policy: Name of the policy that chooses the lane of each submitted step; by default
-            ``round-robin``. Pass a policy object as ``lanes=Lanes(4, policy)``.
+            ``round-robin``. To use a policy object, pass ``lanes=Lanes(4, policy)``.
         lane_policy_options: Keyword arguments for the function that creates the lane policy.
         disjoint_state: Whether concurrent steps change different parts of the state, such as
             different rows of a KV cache. If False, steps that change state run one after another,
@@ -232,12 +232,12 @@ class RunnerOptions:
     """Settings of a ``GraphRunner`` other than its own arguments.
 
     Attributes:
-        config: Sizes, limits and modes, such as ``DispatchConfig(max_num_seqs=64)``. A value may
+        config: Sizes, limits and modes, such as ``DispatchConfig(max_num_seqs=64)``. A setting may
             not be given both here and as an argument of the runner.
         policy_options: Keyword arguments for the function that creates a policy given by name.
         device: Device of the input tensors, such as ``cuda:1``; by default the backend's device.
         strict: Whether a step raises NoGraphError if it would run eager because no graph can serve
-            it.
+            it. A fault of the policy then raises PolicyError.
         check: Which replays are compared with an eager run, for tests and debugging (slow). N:
             every Nth replay. 0 or None: no replay. ``first``: the first replay and the first padded
             replay of each graph. Steps are not timed while checks are on.

@@ -110,7 +110,7 @@ class BatchDescriptor:
                 "num_reqs",
                 self.num_reqs,
                 f"from 1 to num_tokens ({self.num_tokens})",
-                "Omit requests without tokens.",
+                "Do not count requests without tokens.",
             )
         if self.query_len and not self.uniform:
             raise DescriptorError(
@@ -204,7 +204,7 @@ class Batch:
             the chunk has ``query_len`` tokens. Shapes do not show the difference, so the caller
             must set this flag.
         query_len: Tokens per request if uniform, else 0.
-        max_query_len: Largest number of tokens of a request, or None if unknown.
+        max_query_len: Largest number of tokens in one request, or None if unknown.
         num_active_loras: Number of adapters in use.
         allowed: Code of the allowed runtime modes, an index into ``ALLOWED_MODES``.
         axes: One bucket per configured axis, in the order of the configuration; None if a value is

@@ -1,8 +1,8 @@
 """Validate and derive capture sizes, and build the padding table.
 
 Sizes are derived in two ways. ``default_capture_sizes`` follows dispatchkit's own rule, and its
-result always includes the given maximum. ``derive_capture_sizes`` follows vLLM's rules, which have
-changed over time. ``SIZE_RULES`` has one entry for each generation of releases with the same rules.
+result always includes the given maximum. ``derive_capture_sizes`` follows the rules of one
+generation of vLLM: a range of releases with the same rules. ``SIZE_RULES`` lists the generations.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class SizeRules:
         descending: Whether the list is sorted largest first.
         mode_none_empties: Whether mode NONE results in no sizes.
         eager_empties_user_list: Whether ``enforce_eager`` also drops a list given by the user.
-        query_len_in_base: Whether the default maximum is derived from the tokens of a full decode
-            batch, not from its requests.
+        query_len_in_base: Whether the default maximum is derived from the number of tokens in a
+            full decode batch, instead of the number of requests.
         coarse_above: Whether the step between sizes doubles from 256 on.
         small_sizes_always: Whether 1, 2 and 4 are kept even if the maximum is smaller.
         filters_user_list: Whether sizes above the token limit, and sizes that the tensor-parallel

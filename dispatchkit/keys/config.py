@@ -66,7 +66,7 @@ class DispatchConfig:
         sizes: Capture sizes in tokens, ascending. By default they are derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
         max_num_tokens: Largest batch in tokens; a larger batch raises DescriptorError. If omitted,
-            the value is the largest capture size, and larger batches run eager instead of raising.
+            the value is the largest capture size, and larger batches run eager.
         max_num_seqs: Maximum number of requests in a batch. The default is ``max_num_tokens``.
         query_lens: Tokens per request of uniform decode batches, in which every request is past its
             prompt and has exactly this many tokens. Several lengths are possible, for example if
@@ -89,7 +89,7 @@ class DispatchConfig:
         ConfigError: A setting has an invalid value.
     """
 
-    # The given values; None if derived.
+    # The values as given; None if omitted.
     _mode: CUDAGraphMode | None = attrs.field(
         default=None,
         converter=_mode,

@@ -54,8 +54,8 @@ class RuntimeMode(enum.IntEnum):
         """Return the runtime mode for a member, a name or a value.
 
         Args:
-            value: A RuntimeMode, a CUDAGraphMode, a member of another enum with the same name (such
-                as vLLM's), a name in any case, or 0, 1 or 2.
+            value: A RuntimeMode, a CUDAGraphMode, a member of another enum (such as vLLM's) with
+                the name of a mode, a name in any case, or 0, 1 or 2.
             setting: Name of the setting, for the error message.
 
         Raises:
@@ -93,8 +93,8 @@ class CUDAGraphMode(enum.Enum):
         """Return the mode for a member, a name or a value.
 
         Args:
-            value: A member, a member of another enum with the same name, a name in any case such as
-                ``"full_and_piecewise"``, or the value of a member.
+            value: A member, a member of another enum (such as vLLM's) with the name of a mode, a
+                name in any case such as ``"full_and_piecewise"``, or the value of a member.
 
         Raises:
             UnknownNameError: No mode has that name; the message lists the closest names.
@@ -211,7 +211,7 @@ def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
 
     Raises:
         ConfigError: The modes are not a list.
-        UnknownNameError: No mode has one of the names.
+        UnknownNameError: One of the names is not the name of a mode.
     """
     if isinstance(modes, str) or not isinstance(modes, Iterable):
         hint = "For a single mode, write [RuntimeMode.FULL]."
@@ -296,7 +296,7 @@ class ModeResolution:
 
     Attributes:
         mode: The mode in effect.
-        reasons: One text per downgrade, such as ``PIECEWISE -> NONE: pieces cannot be captured``,
+        reasons: One line per downgrade, such as ``PIECEWISE -> NONE: pieces cannot be captured``,
             in order; empty if the requested mode is in effect.
         rounds_sizes: Whether capture sizes must be rounded to multiples of the query length,
             because uniform decode batches of several tokens per request run FULL.
@@ -385,6 +385,9 @@ def _never_captured(mode: CUDAGraphMode, limited_by: str, *, is_split: bool) -> 
     return ConfigError(
         "mode",
         str(mode),
-        f"NONE or PIECEWISE, because {limited_by} cannot be captured",
-        "" if is_split else f"To use PIECEWISE, split the step at {limited_by}.",
+        "NONE or PIECEWISE",
+        "Use NONE or PIECEWISE."
+        if is_split
+        else f"Use NONE, or split the step at {limited_by} and use PIECEWISE.",
+        message=f"Mode {mode} is not possible, because {limited_by} cannot be captured.",
     )

@@ -40,8 +40,8 @@ class StepCount:
 class StepCounters:
     """The step counters of a lane, by graph and by reason for running eager.
 
-    An eager step is counted under the graph that was chosen for its batch, or else under the
-    smallest graph that could have run it, if any.
+    An eager step is counted under the graph that it missed: the graph that was chosen for its
+    batch, or else the smallest graph that could have run it, if any.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class StepCounters:
         return sum(count.steps * keys.count(key) for keys, count in self._hits.copy().items())
 
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
-        """Return the counter of eager steps with a reason, under the key of a missed graph."""
+        """Return the counter of eager steps with the given reason and missed graph."""
         return self._eager.setdefault((reason, missed), StepCount())
 
     @contextmanager
@@ -85,7 +85,10 @@ class StepCounters:
         return [*self._hits.values(), *self._eager.values()]
 
     def misses(self, key: GraphKey | None) -> dict[str, int]:
-        """Return the number of eager steps counted under a key, or under None, by reason."""
+        """Return the number of eager steps that missed the graph of a key, by reason.
+
+        With None, return the number of eager steps that no graph could have run.
+        """
         return {
             reason: count.steps
             for (reason, missed), count in sorted(

@@ -40,8 +40,9 @@ class TraceWriter:
     ``sys.exit``, this file is renamed to PATH; if PATH ends in ``.gz``, it is also compressed. If
     the process is killed, the file remains and can be read as a trace.
 
-    A full disk does not stop the program: ``write`` warns once and counts later steps in
-    ``num_lost``. At the end of the block, the earlier steps are in PATH and TraceError is raised.
+    A full disk does not stop the program: ``write`` warns once, and counts the steps that it cannot
+    write in ``num_lost``. At the end of the block, PATH contains the earlier steps, and TraceError
+    is raised.
 
     Example::
 
@@ -63,7 +64,8 @@ class TraceWriter:
             unknown or repeated name.
         ConfigError: ``path`` is not a path, or ``columns`` is not a list of names.
 
-    Thread safety: one thread at a time. A forked process cannot write to its parent's trace.
+    Thread safety: only one thread at a time may use a writer. A forked process cannot write to its
+    parent's trace.
     """
 
     path: str

@@ -98,7 +98,7 @@ def discover() -> Iterator[Candidate]:
 
 @functools.cache  # all installed distributions together have few groups
 def _resembles_group(group: str) -> bool:
-    """Return whether a group is ``dispatchkit`` or probably a misspelling of it."""
+    """Return whether an entry point group is ``dispatchkit`` or probably a misspelling of it."""
     letters = re.sub(r"[^a-z]", "", group.lower())
     return letters.startswith(GROUP) or bool(get_close_matches(letters, [GROUP], cutoff=0.85))
 

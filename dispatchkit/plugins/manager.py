@@ -34,7 +34,7 @@ class Hooks(types.SimpleNamespace):
 
 
 class HookManager(pluggy.PluginManager):
-    """A plugin manager with the hook specifications, initially without plugins."""
+    """A pluggy manager with dispatchkit's hook specifications; it starts without plugins."""
 
     # pluggy would store a bound method in each hook. The reference cycle would keep the plugins of
     # a runner alive until a garbage collection.

@@ -185,7 +185,7 @@ class GraphRegistry:
             return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
 
     def stale(self, key: GraphKey, reason: str) -> GraphEntry:
-        """Mark a captured key as stale, because memory that its graph reads was replaced."""
+        """Mark a captured key as stale, for example because a weight was replaced."""
         with self.lock:
             self._require(key, KeyState.CAPTURED, change="become stale")
             return self._move(key, KeyState.STALE, reason=reason)

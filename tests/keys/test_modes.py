@@ -197,7 +197,8 @@ def test_two_tokens_per_request_are_rounded_for():
 
 def test_full_for_mixed_batches_is_refused_where_attention_is_never_captured():
     with pytest.raises(
-        ConfigError, match=r"NONE or PIECEWISE, because attention cannot be captured, got 'FULL'"
+        ConfigError,
+        match=r"^Mode FULL is not possible, because attention cannot be captured\. Use NONE or P",
     ):
         resolve_mode(M.FULL, "NEVER")
 

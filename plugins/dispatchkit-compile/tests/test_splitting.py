@@ -650,7 +650,9 @@ def test_full_for_what_is_never_captured_is_refused_by_name(traced):
     """No mixed batch can run FULL, so the request is wrong; the error suggests a mode."""
     support.declare_support(attend, "NEVER")
     pieces = splitting.split_graph(traced, splitting.SplitRules())
-    with pytest.raises(ConfigError, match="NONE or PIECEWISE, because splitting_test::attend"):
+    with pytest.raises(
+        ConfigError, match="Mode FULL is not possible, because splitting_test::attend"
+    ):
         make_runner(pieces, mode="FULL", sizes=[4])
 
 
