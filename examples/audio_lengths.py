@@ -3,8 +3,8 @@
     python examples/audio_lengths.py
 
 A spectrogram of any length is encoded and pooled over its frames. The number of frames is an axis:
-clips are padded to its buckets and results are trimmed, while the batch is padded as usual. The
-true length of each clip is an input, so that padding does not affect the result. Without a GPU, the
+clips are padded to a bucket of this axis, in addition to the usual padding of the batch. The true
+length of each clip is an input, so that padding does not affect the result. Without a GPU, the
 example runs on the tape.
 """
 
@@ -36,13 +36,13 @@ class Encoder(nn.Module):
         real = (frames < lengths.unsqueeze(1)).unsqueeze(1)  # (B, 1, frames)
         hidden = torch.relu(self.first(clips * real)) * real
         hidden = torch.relu(self.second(hidden)) * real
-        # Padding rows have no frames.
+        # Padding rows have length 0.
         pooled = hidden.sum(-1) / lengths.clamp(min=1).unsqueeze(1)
         return self.head(pooled)
 
 
 def main() -> None:
-    """Encode clips of many lengths, and compare each with the plain model."""
+    """Encode clips of many lengths, and compare the scores with those of the plain model."""
     torch.manual_seed(0)
     model = Encoder().to(DEVICE).eval()
     runner = GraphRunner(

@@ -1,4 +1,4 @@
-"""Skip the policy written by `dispatchkit new-policy` unless it is installed."""
+"""Skip `dispatchkit-smallest`, a policy written by `dispatchkit new-policy`, if not installed."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_capturing_can_be_switched_off_and_replays_go_on(device):
 
 def test_a_step_in_its_mode_needs_a_descriptor(device):
     wrapper = GraphWrapper(Doubler(), "FULL", device)
-    with pytest.raises(WrapperError, match="no descriptor"):
+    with pytest.raises(WrapperError, match="needs a descriptor"):
         run(wrapper, "FULL", None, torch.ones(2))
     assert wrapper.entries == {}
 

@@ -1,4 +1,4 @@
-"""Compare a published dispatcher with its facade and with the policy ``vllm``.
+"""Compare a dispatcher of vLLM with its facade and with the policy ``vllm``.
 
 Used by ``release.py``, with the sources of a release first on ``sys.path``.
 """
@@ -87,7 +87,7 @@ def questions(max_loras: int) -> list[dict[str, Any]]:
 
 
 def is_known_difference(release: str, mode: str, query_len: int, facts: dict[str, Any]) -> bool:
-    """Return whether release 0.17 is known to differ from its facade for a call.
+    """Return whether a release is known to differ from its facade for a call.
 
     In mode FULL, 0.17 runs uniform decode with several tokens per request eager. The facade and all
     other releases replay a FULL graph, which serves any batch.

@@ -1,7 +1,7 @@
 """Run whole vLLM engines on the CPU, with policies in both model runners.
 
 vLLM captures no graphs on a CPU, so the first runner gets a new dispatcher with a forced mode.
-Every step still runs eager, so tokens must be equal for all decisions. The second runner needs
+Every step still runs eager, so the decisions must not change the tokens. The second runner needs
 Triton to generate, so its graph manager is called directly, step by step. Each build of vLLM has an
 environment under ``.vllm/``. Prints one JSON line per check; the exit code is 1 if a check fails.
 
@@ -50,7 +50,7 @@ def report(check: str, ok: bool, **facts: object) -> bool:
 
 
 class CpuEngine:
-    """An engine with a tiny Llama, whose dispatcher has a forced mode."""
+    """An engine that runs a tiny Llama, with a dispatcher in a forced mode."""
 
     def __init__(self) -> None:
         from gpu_engine import model_folder
@@ -220,7 +220,7 @@ def second_runner(engine: CpuEngine) -> bool:
             why=unknown,
         )
     config = engine.runner.vllm_config
-    # A CPU has no graph pool; nothing is captured into this object.
+    # A CPU has no graph pool. Any object can take its place, because nothing is captured.
     module.ModelCudaGraphManager.replaces.__init__.__globals__[
         "current_platform"
     ].get_global_graph_pool = object

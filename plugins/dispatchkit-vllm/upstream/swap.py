@@ -15,7 +15,7 @@ DISPATCHER, MANAGER = "vllm.v1.cudagraph_dispatcher", "vllm.v1.worker.gpu.cudagr
 
 
 def _as_steps(policy_class: type[Any]) -> type[Any]:
-    """Make each call of ``dispatch`` a step, because the tests have no runner."""
+    """Return a subclass whose ``dispatch`` opens a step first, because the tests have no runner."""
 
     def dispatch(self: Any, *args: Any, **options: Any) -> Any:
         self.controller.open()
@@ -27,7 +27,7 @@ def _as_steps(policy_class: type[Any]) -> type[Any]:
 def _helpers() -> None:
     """Replace vLLM's test helpers, which import a whole server.
 
-    The tests use only one helper, which starts a process for tests that require a GPU.
+    The tests use only one helper, which runs each GPU test in a new process.
     """
     helpers = ModuleType("tests.utils")
     helpers.create_new_process_for_each_test = lambda *_: lambda test: test  # type: ignore[attr-defined]

@@ -20,10 +20,11 @@ _MAX_VALUE = 1 << 62
 class AxisFacts(Facts):
     """Encoder of one rank's row with axis values, and decoder of the merged row.
 
-    The argument ``loras`` of its methods is a variant, as returned by ``DispatchConfig.variant``.
+    In all methods, ``loras`` is the return value of ``DispatchConfig.variant`` for the number of
+    adapters and the axis values.
 
     Args:
-        config: The configuration with the query classes and axes.
+        config: The configuration that defines the query classes and axes.
         switches: See ``Facts``.
 
     Raises:

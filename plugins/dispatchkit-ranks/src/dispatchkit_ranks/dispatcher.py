@@ -30,10 +30,11 @@ class RankedDispatcher:
     * With a ``stateless`` policy, each rank decides for its own batch. Every rank then decides
       again, for the largest number of tokens of any rank and the lowest mode that any rank chose.
     * With a ``LeaderPolicy``, the ranks decide once, for the largest number of tokens of any
-      rank, from a table that only the leader changes. Distributing the changes starts an epoch.
+      rank. They use a table that only the leader (rank 0) changes. An epoch starts when the
+      changes are distributed to all ranks.
 
-    All ranks must create this object at the same point, where everything that affects decisions is
-    compared: configuration, policy, dialect, sizes, versions.
+    All ranks must create this object at the same point. They then compare everything that affects
+    decisions: configuration, policy, dialect, sizes, versions.
 
     Args:
         dispatcher: The dispatcher of this rank. It must not be lazy, because a graph captured
@@ -41,15 +42,15 @@ class RankedDispatcher:
             otherwise, ``capture`` captures them.
         ranks: The ranks that decide together, such as a ``RankAgreement``.
         same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
-            one scheduler. With a stateless policy, such steps need no exchange.
+            one scheduler. With a stateless policy, steps then need no exchange.
         check_every: With ``same_batches``, the number of steps from one exchange to the next. An
-            exchange detects different batches, withholds keys that a rank has lost, and distributes
-            the leader's table. 0 disables exchanges. The default is ``epoch_steps`` with a
-            LeaderPolicy, and 0 with other policies.
+            exchange detects different batches, withholds keys that some rank cannot run, and
+            distributes the leader's table. 0 disables exchanges. The default is ``epoch_steps``
+            with a LeaderPolicy, and 0 with other policies.
         epoch_steps: With a LeaderPolicy, the minimum number of steps from one epoch to the next.
-        switches: Names of further yes-or-no choices that change the collectives in a step.
-            ``agree`` takes and returns them as bits in this order.
-        facts: Further values by name that must be equal on all ranks.
+        switches: Names of on/off choices that change the collectives in a step, in addition to the
+            mode and the size. ``agree`` takes and returns these choices as bits in this order.
+        facts: Additional values that must be equal on all ranks, by name.
 
     Attributes:
         dispatcher: The dispatcher of this rank.
@@ -88,7 +89,7 @@ class RankedDispatcher:
         self._same_batches, self._check_every = same_batches, check_every
         self._switches = tuple(switches)
         self._compared = dict(facts or {})
-        # With same_batches, a checksum of the batches between exchanges.
+        # With same_batches, a hash of the batches of all steps without an exchange.
         self._history = 0
         self._keys = SharedKeys(dispatcher)
         self.renew()
@@ -96,12 +97,12 @@ class RankedDispatcher:
     def renew(self) -> None:
         """Continue after a swap; all ranks must swap and call this at the same point.
 
-        Compares policy and configuration between ranks again. Without this call, the next step
+        The ranks compare their policies and configurations again. Without this call, the next step
         after a swap raises RankError.
 
         Raises:
             ConfigError: As for the constructor.
-            RankError: Policy or configuration differ between ranks, or a rank does not arrive.
+            RankError: The policies or configurations differ, or a rank did not call this method.
         """
         dispatcher, ranks = self.dispatcher, self.ranks
         policy = dispatcher.policy
@@ -161,10 +162,10 @@ class RankedDispatcher:
     ) -> AgreedBatch:
         """Return the batch of this step that all ranks agreed on.
 
-        Every rank must call this in every step, an idle rank with 0 tokens. If the result has
-        tokens, an idle rank must run a dummy batch of that size. Pass the first five fields of the
-        result exactly once to ``dispatch`` of the dispatcher or, if it belongs to a runner, to
-        ``runner.decisions.decide``.
+        Every rank must call this in every step; an idle rank passes 0 tokens. If ``num_tokens`` of
+        the result is not 0, an idle rank must run a dummy batch of that size. Pass the first five
+        fields of the result exactly once to ``dispatch`` of the dispatcher or, if the dispatcher
+        belongs to a runner, to ``runner.decisions.decide``.
 
         Args:
             num_tokens: Number of unpadded tokens of this rank.
@@ -173,7 +174,7 @@ class RankedDispatcher:
             loras: Number of active adapters; with axes, ``DispatchConfig.variant`` of the adapters
                 and this rank's value of each axis.
             ceiling: The modes that this rank's batch allows, see ``Dispatcher.dispatch``.
-            switches: Bits of the switches that are on for this rank; all by default.
+            switches: Bits of the switches that are on for this rank; by default, all are on.
 
         Raises:
             DescriptorError: An argument is outside the configured limits. Nothing has been
@@ -267,7 +268,7 @@ class RankedDispatcher:
         """Exchange the states of all keys, and withhold keys that some rank cannot run.
 
         All ranks must call this at the same point. Steps with an exchange do this automatically.
-        Without exchanges, call this after keys were enabled, disabled or evicted.
+        Without exchanges, call this after keys are enabled, disabled or evicted.
 
         Returns:
             The keys that some rank cannot run, with the reason by rank index.
@@ -316,8 +317,8 @@ class RankedDispatcher:
         try:
             return self.dispatcher.dispatch(num_tokens, num_reqs, uniform, loras, ceiling).mode
         except NoGraphError:
-            # Continue, because other ranks wait: the row contains the modes that this batch
-            # allows, so every rank raises the error.
+            # Do not raise yet, because other ranks wait for this rank's row. The row contains the
+            # modes that this batch allows, so every rank raises the error after the exchange.
             return _FULL
         except PolicyError as error:
             self.ranks.fail(error)  # a retry would raise again, so stop the other ranks
@@ -325,9 +326,9 @@ class RankedDispatcher:
 
     def _swapped(self) -> RankError:
         error = RankError(
-            "The policy or configuration of this rank was swapped without renew(), which ended the "
-            "agreement. Create a new agreement on all ranks. After later swaps, which all ranks "
-            "must make at the same point, call renew() on all ranks.",
+            "The policy or configuration of this rank was swapped, but renew() was not called, so "
+            "the agreement has ended. Create a new agreement on all ranks. For later swaps, swap "
+            "at the same point on all ranks, and then call renew() on all of them.",
             step=self.step,
             reason="differs",
         )

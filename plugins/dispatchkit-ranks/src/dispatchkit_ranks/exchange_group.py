@@ -17,8 +17,8 @@ class ExchangeGroup:
     """A process group for the exchanges of one agreement: gloo on the CPU, NCCL on CUDA devices.
 
     It does not use ``torch.distributed.new_group``. If only the members create a group, that
-    function derives the group's name from its members. A second group of the same members would
-    then read the first group's addresses from the store.
+    function derives the group's name from the ranks of the members. A second group of the same
+    members would then read the first group's addresses from the store.
 
     Args:
         store: The store for exchanging addresses.
@@ -93,7 +93,7 @@ class ExchangeGroup:
         deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
+                raise RuntimeError(f"NCCL did not finish within {seconds:.3g} s")
         # A failed collective also counts as completed, and wait() with a timeout raises its error.
         # wait() does not block here, because the collective has ended.
         work.wait(self._options.timeout)

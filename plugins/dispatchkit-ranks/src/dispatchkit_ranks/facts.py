@@ -19,8 +19,8 @@ _CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}
 _FORBIDS = tuple(
     tuple(int(mode not in allowed) for mode in RuntimeMode) for allowed in ALLOWED_MODES
 )
-# First columns of the mode distance, the forbidden modes and the query classes. Columns 0 to 2
-# contain the numbers of tokens, requests and adapters.
+# The column of the mode distance, the first column of the forbidden modes, and the first column of
+# the query classes. Columns 0 to 2 contain the numbers of tokens, requests and adapters.
 _MODE_DISTANCE, _FORBIDDEN, _CLASSES = 3, 4, 7
 _MAX_CACHED = 4096
 #: Value of ``switches`` with all switches on.
@@ -37,13 +37,13 @@ class AgreedBatch(NamedTuple):
         num_reqs: Largest known number of requests of any rank; 0 if no rank knows its number.
         uniform: The query class of all batches. If their classes differ, the class with variable
             query lengths if it includes all of them, otherwise 0 (mixed).
-        loras: Largest number of active adapters of any rank; with axes, the variant of that number
-            and ``axes``.
+        loras: Largest number of active adapters of any rank; with axes, ``DispatchConfig.variant``
+            of this number and ``axes``.
         ceiling: Code of the runtime modes that every rank allows, limited to the lowest mode
             that any rank would choose for its own batch.
         switches: The switches that are on for every rank, as bits in their declared order.
-        axes: For each axis, the value that all ranks pad to, which is the largest of any rank. None
-            for an exact axis whose values differ between ranks; no graph can then serve the step.
+        axes: For each axis, the largest value of any rank, which all ranks pad to. None for an
+            exact axis whose values differ between ranks; no graph can then serve the step.
     """
 
     num_tokens: int
@@ -59,10 +59,9 @@ class Facts:
     """Encoder of one rank's row, and decoder of the merged row of all ranks.
 
     Args:
-        config: The configuration with the query classes.
-        switches: Names of further yes-or-no choices that change the collectives in a step
-            (microbatches, the kind of all-to-all). A switch takes effect only if it is on for all
-            ranks.
+        config: The configuration that defines the query classes.
+        switches: Names of on/off choices that change the collectives in a step, such as whether to
+            use microbatches. A switch takes effect only if it is on for all ranks.
         more: Number of additional columns at the end, for subclasses.
 
     Attributes:
@@ -108,7 +107,7 @@ class Facts:
         """Return the row of a batch.
 
         Args:
-            num_tokens: Number of unpadded tokens. An idle rank passes 0, so that its row restricts
+            num_tokens: Number of unpadded tokens. An idle rank passes 0; its row then restricts
                 only the modes and the switches.
             num_reqs: Number of requests; 0 if unknown.
             uniform: Query class, see ``Dispatcher.dispatch``.
@@ -167,7 +166,7 @@ class Facts:
 def _too_many(
     config: DispatchConfig, switches: tuple[str, ...], left: int, more: int
 ) -> ConfigError:
-    """Return the error that names the setting to reduce if a row is too long.
+    """Return the error for a row that is too long; it names the setting to shorten.
 
     Args:
         config: The configuration whose rows are too long.
@@ -205,7 +204,7 @@ def _no_common_mode(forbidden: Sequence[int], ceiling: int) -> NoGraphError:
             "rank may use a higher mode. "
         )
     return NoGraphError(
-        f"The ranks allow no common runtime mode. Modes that a rank excludes: {out}. {limit}"
+        f"The ranks allow no common runtime mode. Modes excluded by some rank: {out}. {limit}"
         "Allow NONE on all ranks, or exclude the same modes on all ranks.",
         reason="no_common_mode",
     )

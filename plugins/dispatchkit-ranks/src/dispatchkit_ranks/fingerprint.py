@@ -44,14 +44,14 @@ def fingerprint(
     *,
     policy: Policy | None = None,
 ) -> dict[str, str]:
-    """Return everything that determines a dispatcher's decisions, as text by name.
+    """Return everything that determines a dispatcher's decisions, by name.
 
     Args:
         dispatcher: The dispatcher to describe.
         extra: Further values that must be equal, such as the revision of the model or the
             all-reduce implementation. They are compared as text.
-        policy: The policy whose decisions are included; by default, the dispatcher's policy.
-            Decisions distinguish policies with the same name and different options.
+        policy: The policy whose decisions are included; by default, the dispatcher's policy. The
+            decisions show whether policies with the same name have different options.
     """
     config = dispatcher.config
     fields = attrs.fields(type(config))
@@ -104,9 +104,10 @@ def deviating_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) 
 
 
 def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
-    """Return a policy's decisions at and just above up to ``_MAX_PROBED_SIZES`` sizes.
+    """Return a policy's decisions at each capture size, and at one token more.
 
-    The policy decides as if all graphs were captured.
+    If there are more than ``_MAX_PROBED_SIZES`` sizes, some are skipped. The policy decides as if
+    all graphs were captured.
     """
     config = dispatcher.config
     registry = GraphRegistry()

@@ -37,7 +37,7 @@ class LeaderPolicy:
     Args:
         base: The policy for batches without a published update. It must have the trait
             ``stateless`` and be the same on all ranks.
-        learner: The policy that learns, on the leader (rank 0 of the agreement); None on all
+        learner: On the leader (rank 0 of the agreement), the policy that learns; None on all
             other ranks.
 
     Attributes:
@@ -61,8 +61,8 @@ class LeaderPolicy:
                 "base",
                 policy_name(base),
                 "a policy with the trait 'stateless'",
-                "All ranks must get the same decisions from the base policy. Pass a policy that "
-                "learns as the learner on rank 0.",
+                "All ranks must get the same decisions from the base policy. To use a policy that "
+                "learns, pass it as learner= on rank 0.",
             )
         self.base, self.learner = base, learner
         self.name: str = f"leader({policy_name(base)})"
@@ -165,8 +165,8 @@ class LeaderPolicy:
         if self._once.first():
             cause = f"{type(error).__name__}: {error}".rstrip(".: ")
             warnings.warn(
-                f"{what}: {cause}. The ranks continue with the other updates. Further errors are "
-                "only counted, in num_learner_errors.",
+                f"{what}: {cause}. The ranks continue with the base policy and the learner's other "
+                "updates. Further errors are only counted, in num_learner_errors.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -204,7 +204,7 @@ def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
     name, reason, timed = answer
     if name is None:
         return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
-    # If the key was removed, None resets the cell to the base policy, as on all other ranks.
+    # If the key was removed, pass None, so that the base policy decides on all ranks.
     key = keys.get(name)
     decision = None if key is None else Decision.replay(key, reason, timed=timed)
     return CellUpdate(batch, decision, one_shot)

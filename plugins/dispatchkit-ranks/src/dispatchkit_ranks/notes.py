@@ -40,8 +40,8 @@ _STOPPED = "stopped"
 class Notes:
     """The notes of one agreement in a torch.distributed store.
 
-    Every call has a time limit. If the process that hosts the store is frozen, a call would wait
-    forever. Each call therefore runs in a thread, which is abandoned if the call hangs.
+    If the process that hosts the store is frozen, a call to the store never returns. Each call
+    therefore runs in a thread, which is abandoned after a time limit.
 
     Args:
         store: Any torch.distributed store.
@@ -71,8 +71,8 @@ class Notes:
         present = self._call_with_limit(limit, lambda: self._all("here", "1", seconds))
         if present is None:
             raise RankError(
-                f"The torch.distributed store failed, or did not answer within {limit:g} s, at "
-                "start-up. Check that the process that hosts it is running.",
+                "At start-up, the torch.distributed store failed, or did not answer within "
+                f"{limit:g} s. Check that the process that hosts the store is running.",
                 reason="connection",
             )
         missing = [number for number in self._members if number not in present]
@@ -89,7 +89,7 @@ class Notes:
 
         Args:
             note: The note, which says why this rank stopped.
-            seconds: Time limit for the store; by default the limit of other calls.
+            seconds: Time limit for writing the note; None means 2 seconds.
         """
         text = json.dumps(attrs.asdict(note))
 
@@ -102,7 +102,7 @@ class Notes:
     def has_stopped_ranks(self) -> bool:
         """Return whether a rank has left a note, or the rank that hosts the store is gone."""
         found = self._call_with_limit(_call_limit(0), lambda: self._store.check([_STOPPED]))
-        # A store that is not hosted by a rank may end before the ranks do.
+        # A store that no rank hosts may end before the ranks do.
         return self._host is not None if found is None else found
 
     def wait_for_readers(self, seconds: float) -> None:
@@ -116,7 +116,7 @@ class Notes:
 
         Args:
             own: The note of this rank.
-            seconds: Time limit for the notes of other ranks.
+            seconds: Time to wait for the notes of the other ranks.
             where: The point that this rank reached, in words.
         """
         text = json.dumps(attrs.asdict(own))
@@ -148,7 +148,7 @@ class Notes:
         store.set(self._key(kind, self._me), value)
         keys = {number: self._key(kind, number) for number in self._members}
         if not self._are_set(list(keys.values()), seconds):
-            # A store that was blocked now answers all clients: let the other ranks go first.
+            # If the store was blocked, it now answers all waiting ranks. Let them write first.
             time.sleep(0.05)
             keys = {number: key for number, key in keys.items() if store.check([key])}
         return {number: store.get(key).decode() for number, key in keys.items()}
@@ -160,7 +160,7 @@ class Notes:
             self._are_set(others, seconds)
 
     def _are_set(self, keys: list[str], seconds: float) -> bool:
-        """Wait for keys; return whether all are set in time.
+        """Wait until keys are set; return whether all are set in time.
 
         Polls the store, because the store's own ``wait`` never times out if the store is frozen.
         """
@@ -177,7 +177,7 @@ class Notes:
         found: list[_T] = []
 
         def run() -> None:
-            # The store raises only RuntimeError; the method then returns None.
+            # The store raises only RuntimeError. If it does, the method returns None.
             with contextlib.suppress(RuntimeError):
                 found.append(call())
 
@@ -189,7 +189,8 @@ class Notes:
 
 def _call_limit(seconds: float) -> float:
     """Return the time limit of a call that waits for ``seconds``."""
-    # While a TCPStore resolves a client's host name for its log, it blocks other clients.
+    # Allow more time, because a TCPStore blocks all other clients while it resolves a client's
+    # host name for its log.
     return seconds + max(2.0, seconds)
 
 

@@ -83,7 +83,7 @@ class RankedRunner:
 
         Raises:
             ConfigError: As for the constructor.
-            RankError: Policy or configuration differ between ranks, or a rank does not arrive.
+            RankError: The policies or configurations differ, or a rank did not call this method.
         """
         self.ranked.renew()
 
@@ -108,9 +108,9 @@ class RankedRunner:
             tensors: Inputs by name; with axes, also this rank's value of each axis.
 
         Returns:
-            The result of the step for this rank's rows. Outputs are trimmed along dimension 0 if
-            it has the agreed size, and along the dimensions that follow an axis, as measured by a
-            capture.
+            The result of the step for this rank's rows. Outputs whose dimension 0 has the agreed
+            number of rows are trimmed to this rank's rows. Dimensions that follow an axis, as
+            measured by a capture, are trimmed to this rank's value of the axis.
 
         Raises:
             InputError: An input is missing, unknown, has no rows or does not match its
@@ -119,7 +119,7 @@ class RankedRunner:
                 exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises this error.
             RankError: A rank is late, has left or has raised an error. Also raised, with reason
-                ``not_measured``, if another rank has a larger axis value and no capture on this
+                ``not_measured``, if another rank has a larger axis value, but no capture on this
                 rank has measured how to trim the outputs.
             ReplayError: The agreed graph could not be replayed. This error, like any error of the
                 step, ends the agreement, because other ranks may be in a collective of the step.
@@ -176,14 +176,14 @@ class RankedRunner:
         """Return the code of the modes that this rank allows in this step.
 
         Allows only eager if the context, such as autocast, differs from the context of the
-        capture. Also drops this rank's graphs that read a replaced value; other ranks then withhold
-        their graphs of the same keys.
+        capture. Also invalidates this rank's graphs if a value built into them was replaced; other
+        ranks then withhold their graphs of the same keys.
         """
         self.runner.decisions.drop_replaced()
         if self._guard.now() == self._captured_under:
             return ceiling
-        # If the batch excludes eager, the step raises ReplayError. If the code is invalid, agreeing
-        # on the batch raises DescriptorError.
+        # If the batch excludes eager, the step raises ReplayError. If ``ceiling`` is not a valid
+        # code, ``agree`` raises DescriptorError.
         has_eager = 0 <= ceiling < len(ALLOWED_MODES) and RuntimeMode.NONE in ALLOWED_MODES[ceiling]
         return int(RuntimeMode.NONE) if has_eager else ceiling
 
@@ -213,7 +213,7 @@ class RankedRunner:
 
     def _capture_one(self, key: GraphKey) -> None:
         if self.runner.controls.has(key):
-            self.runner.evict(key)  # another rank lost this key, so all ranks capture it again
+            self.runner.evict(key)  # another rank lost this graph, so all ranks capture it
         self.runner.capture([key])
 
     def _num_rows(self, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -272,7 +272,7 @@ class RankedRunner:
                 )
         self.runner.decisions.check_inputs(given | values)
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
-        # If ranks have different values of an exact axis, each runs eager with its own value.
+        # If the ranks have different values of an exact axis, each rank runs eager with its own.
         wanted = {
             name: values[name] if value is None else value
             for name, value in zip(self._names, agreed.axes, strict=True)
@@ -331,8 +331,8 @@ class RankedRunner:
         raise RankError(
             f"This step must be padded from {differ} and its outputs trimmed, but no capture on "
             f"this rank has measured which output dimensions depend on the {axes}. Call capture() "
-            "on all ranks first and fix captures that fail, use the same values on all ranks, or "
-            f"declare the {axes} exact.",
+            "on all ranks before the first step and fix captures that fail. Alternatively, use the "
+            f"same values on all ranks, or declare the {axes} exact.",
             step=self.ranked.step,
             reason="not_measured",
         )

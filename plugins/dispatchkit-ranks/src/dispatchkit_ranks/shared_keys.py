@@ -92,7 +92,7 @@ class SharedKeys:
 
     @contextmanager
     def _merging(self) -> Iterator[None]:
-        # With the lock held, changes by other threads wait and are recorded afterwards.
+        # Hold the lock, so that changes by other threads wait and are recorded afterwards.
         with self._registry.lock:
             self._is_merging = True
             try:
@@ -106,7 +106,7 @@ class SharedKeys:
             self._registry.set_enabled(True, key=key)
 
     def _why_not(self, key: GraphKey) -> str | None:
-        """Return the reason why this rank cannot run a key, ignoring whether it is withheld."""
+        """Return why this rank cannot run a key, apart from being withheld; None if it can."""
         why = self._dispatcher.graphs.why_not(key)
         if why != Reason.DISABLED or key not in self.withheld:
             return why

@@ -1,4 +1,4 @@
-"""Determine from the notes which rank made the ranks stop."""
+"""Determine from the ranks' notes which ranks made the others stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Note:
         kind: ``waited`` (an exchange failed), ``raised`` or ``left``.
         step: Last step that the rank agreed on.
         text: The error message.
-        seconds: Time that the rank had waited when its exchange failed.
+        seconds: How long the rank had waited when its exchange failed.
         timed_out: Whether the exchange exceeded its time limit; False if a connection broke.
     """
 
@@ -78,7 +78,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
     waited = max((note.seconds for note in notes.values()), default=0.0)
     missing = [number for number in members if number not in notes]
     if missing:
-        # Every rank has agreed on all earlier steps, because otherwise no rank would wait here.
+        # All ranks have agreed on the earlier steps; otherwise, no rank would be waiting here.
         return Verdict(
             tuple(missing),
             "late",

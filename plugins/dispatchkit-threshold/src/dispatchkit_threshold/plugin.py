@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "threshold",
             ThresholdPolicy,
-            summary="Graphs only within fixed limits on tokens and padding",
+            summary="Replays graphs only within fixed limits on tokens and padding",
         )
     ]

@@ -1,4 +1,4 @@
-"""The policy ``threshold``, which limits graphs by number of tokens and padding."""
+"""The policy ``threshold``, which uses graphs only within limits on tokens and padding."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ThresholdPolicy:
         min_tokens: Minimum number of tokens; smaller batches run eager.
         max_tokens: Maximum number of tokens; larger batches run eager. None for no limit.
         prefer_piecewise: Whether to try PIECEWISE before FULL.
-        max_waste: Maximum share of a bucket that may be padding, from 0 (only exact sizes) to 1
-            (any padding). A mode whose smallest graph has more padding is skipped.
+        max_waste: Maximum share of padding in a bucket, from 0 (only exact sizes) to 1 (any
+            padding). A mode is skipped if its smallest graph for the batch has more padding.
         split: Whether to split a mixed batch over several graphs if no single graph serves it
             within the limits. The parts fill graphs of the largest possible size; the last part
             uses the smallest graph that covers it. Requires steps with independent rows
@@ -77,8 +77,8 @@ class ThresholdPolicy:
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
         """Return a decision to replay the smallest graph within the limits.
 
-        The graph is from the first mode that has such a graph. If no mode has one, the batch is
-        split, if allowed, or runs eager.
+        FULL is tried before PIECEWISE, or after it with ``prefer_piecewise``. If neither mode has a
+        graph within the limits, the batch is split, if allowed, or runs eager.
         """
         if batch.num_tokens < self.min_tokens:
             return Decision.eager(BELOW_MIN_TOKENS)
@@ -139,7 +139,7 @@ def _keys(
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
-    """Return the sizes that hold a whole number of requests, at most ``max_num_seqs``."""
+    """Return the sizes that are a whole number of requests, at most ``max_num_seqs`` requests."""
     own = config.uniform_sizes if query_len > 1 else None
     sizes = config.sizes if own is None else own
     return [

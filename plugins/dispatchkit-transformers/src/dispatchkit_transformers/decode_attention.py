@@ -1,11 +1,11 @@
-"""Attention for a few new tokens per sequence that reads a static cache only once.
+"""Attention for decoding, which reads the static cache only once.
 
 The ``sdpa`` of transformers passes one mask per row, which some kernels do not support. Some
 releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports masks per
-row and shared heads. This kernel is used where available: for 16-bit types on CUDA devices with
-compute capability 8.0 or higher. Elsewhere, two small matrix products per key head compute the
-result. These products do not repeat or copy the cache, and store one score per position for each
-token.
+row and key heads that several query heads share. This kernel is used where available: for 16-bit
+types on CUDA devices with compute capability 8.0 or higher. Elsewhere, two small matrix products
+per key head compute the result. They do not repeat or copy the cache, but they store one score for
+each pair of a token and a cache position.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` selects this implementation from the registry
 of transformers. Prompts, and calls with options that only ``sdpa`` supports, fall back to ``sdpa``.
@@ -35,7 +35,7 @@ _SDPA_ONLY = ("position_bias", "head_mask")
 # Maximum number of tokens per row in a step, including drafts. Longer calls are prompts.
 _MOST_TOKENS = 8
 
-# torch's conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). cuDNN
+# Limits of cuDNN's kernel, from torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). cuDNN
 # up to 9.15.0 returns wrong results for lengths that are not multiples of 128. Some devices do not
 # support heads larger than 128.
 _CUDNN_WRONG_TO, _CUDNN_LARGEST = 91500, 128
@@ -75,7 +75,8 @@ def decode_attention(
     rows, heads, length, size = query.shape
     bias = kwargs.get("position_bias")
     if length == 1 and isinstance(bias, torch.Tensor) and bias.shape[2] == rows > 1:
-        # For rows at different positions, transformers stacks the rows' biases as queries.
+        # If rows have different positions, transformers puts the rows' biases along the query
+        # dimension.
         kwargs["position_bias"] = bias.permute(2, 1, 0, 3)
     # A fully causal prompt has no mask.
     is_prompt = length > _MOST_TOKENS or (length > 1 and attention_mask is None)
@@ -104,8 +105,8 @@ def decode_attention(
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     # Scale the query instead of the scores: the products then stay within the dtype's range, and
-    # the query has fewer elements. Use few operations, because their number determines the time of
-    # a small model.
+    # the query has fewer elements. Use few operations, because their number determines the time
+    # that a small model takes.
     grouped = query.reshape(rows, shared, heads // shared * length, size)
     scores = (grouped * scale) @ key.transpose(2, 3)
     if mask is not None:
@@ -143,7 +144,7 @@ def _for_cudnn(
     )
 
 
-# torch.compile cannot trace this check, so it calls the function and keeps the result.
+# torch.compile cannot trace this function, so it calls the function once and keeps the result.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether cuDNN is enabled and supports shared key heads with a mask."""

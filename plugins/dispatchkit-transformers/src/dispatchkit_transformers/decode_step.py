@@ -45,7 +45,7 @@ def decode_step(
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = logits_of(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-            # Padding rows stay at the sink, the position that is never read.
+            # Padding rows stay at the sink, a position that is never read.
             following = (positions + 1).clamp(max=memory.sink)
             return (logits if wants_logits else logits.argmax(-1)), following
 
@@ -129,8 +129,8 @@ def verify_step(
 def length_to_read(lengths: Sequence[int], length: int) -> int:
     """Return the smallest cache length that covers ``length``.
 
-    If ``length`` exceeds all ``lengths``, return the largest: a runner may pass a larger length to
-    measure how outputs depend on it. Eager steps pass the exact length.
+    If ``length`` exceeds all ``lengths``, return the largest of them. This happens if a runner
+    measures how outputs depend on the length. Eager steps pass the exact length that they need.
 
     Args:
         lengths: Cache lengths that steps may read, ascending.
@@ -191,7 +191,7 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
 
 
 def sequence_too_long(needed: int, have: int) -> DescriptorError:
-    """Return the error for a sequence that does not fit into the cache."""
+    """Return the error for a sequence that does not fit in the cache."""
     return DescriptorError(
         "sequence length",
         needed,

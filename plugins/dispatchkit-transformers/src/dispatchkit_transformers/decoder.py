@@ -4,9 +4,9 @@
     tokens = decoder.generate(**inputs, max_new_tokens=100)
 
 ``generate`` takes the arguments of the model's own ``generate`` and returns the same tokens. The
-decoder calls the model's method with itself as ``custom_generate``. The loop of a server calls
-``admit``, ``step`` and ``drop``. To verify drafts, it calls ``verify`` instead of ``step``; see
-``speculation.py``.
+decoder calls the model's ``generate`` and passes itself as ``custom_generate``. The loop of a
+server calls ``admit``, ``step`` and ``drop``. To verify drafts, the loop calls ``verify`` instead
+of ``step``; see ``speculation.py``.
 
 Requires transformers 4.57.1 to 5.x. Each step of a ``GraphRunner`` computes one token of every
 sequence. The runner has a graph for each batch size and cache length. Prompts run eager, or through
@@ -87,7 +87,8 @@ class DecoderStats:
         steps: Number of decoding steps.
         admitted: Number of admitted sequences.
         dropped: Number of dropped sequences.
-        moved: Number of moves to another slot, which keep the batch contiguous.
+        moved: Number of times that a sequence was moved to another slot, to keep the batch
+            contiguous.
         moved_bytes: Bytes copied on the device by these moves.
         graphs: Statistics of each runner in use, by name: ``tokens`` and ``logits`` for steps that
             return these, ``drafts`` for steps that verify drafts, ``prompts`` for prompt chunks.
@@ -121,24 +122,24 @@ class GraphDecoder:
             models; other models reject it.
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Cache lengths to capture graphs for; the largest must be ``max_length``. A step
-            reads the smallest length that covers all of its sequences. The default is the powers of
-            two from 128 on, and ``max_length``.
+            reads the smallest length that covers all of its sequences. By default, the lengths are
+            the powers of two from 128 up to ``max_length``, and ``max_length`` itself.
         prompt_sizes: Capture sizes of prompt chunks, in tokens. Prompts that are admitted
             together run through graphs only if their total number of tokens, when padded to the
             longest prompt, is at most the largest size. Other prompts run eager, as do all prompts
             by default.
-        num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with windows
-            store this number of additional positions.
+        num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with a sliding
+            window store this number of additional positions.
         compile: True compiles the whole step with ``torch.compile``, including cache writes and
             the choice of tokens, and captures the compiled kernels. A function receives the step of
             each cache length and returns its replacement.
         forward: Function that replaces the model in a step, such as ``torch.compile(model)``.
         policy: The policy of the runners, or its name.
-        state: Further state of the step, see ``GraphRunner``.
+        state: Other state that steps change, see ``GraphRunner``.
         options: ``RunnerOptions`` of the runners.
         backend: ``auto``, a backend or its name.
-        lazy: Whether to capture a graph when a step needs it. If False, only ``capture()`` captures
-            graphs.
+        lazy: Whether to capture each graph when a step first needs it. If False, only
+            ``capture()`` captures graphs.
         settings: ``lanes`` and ``mode``, see ``GraphRunner``.
 
     Attributes:
@@ -203,7 +204,7 @@ class GraphDecoder:
         self._compile = compile_for_any_size if compile is True else compile or None
         if forward is not None and not callable(forward):
             raise ConfigError(
-                "forward", forward, "a function or None", "None calls the model itself."
+                "forward", forward, "a function or None", "With None, steps call the model."
             )
         options = RunnerOptions() if options is None else options
         check_instance(options, RunnerOptions, "options")
@@ -239,10 +240,10 @@ class GraphDecoder:
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
         # For each row, the end of all positions ever written, including rejected and discarded
-        # positions. After a prompt, `max_discarded` is added, so that the prompt cannot be
-        # truncated.
+        # positions. For a prompt, `max_discarded` is added to the length, so that no position of
+        # the prompt can be discarded.
         self._ends: list[int] = []
-        # Whether an interrupted step left tokens and cache in an unknown state.
+        # Whether a step was interrupted and left tokens and cache in an unknown state.
         self._is_amid_step = False
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
@@ -263,7 +264,7 @@ class GraphDecoder:
         return call_generate(self.model, self, *args, **kwargs)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Run the decoding loop, as the ``custom_generate`` of transformers."""
+        """Run the decoding loop; transformers calls this object as ``custom_generate``."""
         return generate(self, model, input_ids, **kwargs)
 
     # -- a server's loop ----------------------------------------------------------------
@@ -432,13 +433,13 @@ class GraphDecoder:
         After an interrupted step, rows can be truncated to their lengths before that step.
 
         Args:
-            lengths: Number of positions that each row keeps, at least 1. With windows, at most
-                ``num_draft_tokens`` + 1 positions after the prompt can be discarded. With recurrent
-                layers, no position can be discarded.
+            lengths: Number of positions that each row keeps, at least 1. If the model has sliding
+                windows, at most ``num_draft_tokens`` + 1 positions can be discarded, and none of
+                the prompt. If it has recurrent layers, no position can be discarded.
 
         Raises:
-            DescriptorError: There is not one length per row, a row is shorter than its new length,
-                or earlier positions that it would need were overwritten.
+            DescriptorError: The number of lengths differs from the number of rows, a length exceeds
+                the current length of its row, or more positions would be discarded than allowed.
             InputError: An earlier step of a model with recurrent layers was interrupted.
         """
         if len(lengths) != self.num_rows:
@@ -460,7 +461,7 @@ class GraphDecoder:
                 allowed = f"from {least} to {now}" if least < now else f"{now}"
                 hint = ""
                 if number is not None and 1 <= number < least:
-                    hint = "Earlier positions of the row can no longer be discarded."
+                    hint = "The model cannot continue from an earlier position of this row."
                 raise DescriptorError(f"length of row {row}", length, allowed, hint)
             kept.append(number)
         self._positions = torch.tensor(kept, dtype=torch.int64, device=self.device)
@@ -531,7 +532,7 @@ class GraphDecoder:
         return num_graphs + self._prompts.capture(progress=progress)
 
     def runner(self, *, logits: bool = False, drafts: bool = False) -> GraphRunner:
-        """Return the runner of ``step()``, which is created on first use.
+        """Return the runner of ``step()``, created on first use.
 
         Args:
             logits: Whether to return the runner of ``logits()`` instead.
@@ -546,7 +547,7 @@ class GraphDecoder:
                 "logits",
                 True,
                 "False if drafts=True",
-                "Use one at a time; each has its own runner.",
+                "Pass only one of them; each has its own runner.",
             )
         if drafts:
             self.check_has_drafts()
@@ -624,7 +625,7 @@ class GraphDecoder:
             raise ConfigError(
                 "max_source_length",
                 None,
-                "the maximum length of the encoder output",
+                "given for an encoder-decoder model, as the maximum length of the encoder output",
                 "For Whisper, pass model.config.max_source_positions.",
             )
         return check_count(given, "max_source_length")

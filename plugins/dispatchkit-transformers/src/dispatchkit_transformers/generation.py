@@ -171,8 +171,8 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
     options = {**vars(config), **kwargs}
     check_options(options)
     if options.get("cache_implementation") == "static":
-        # The decoder's own cache is static. For a second static cache, transformers would allocate
-        # memory and set an attribute of the model, which makes graphs outdated.
+        # The decoder already has a static cache. For a second one, transformers would allocate
+        # memory and set an attribute of the model. The new attribute would make graphs outdated.
         kwargs["cache_implementation"] = "dynamic"
     return model.generate(*args, custom_generate=decoder, **kwargs)
 
@@ -221,7 +221,7 @@ def generate(
     end = next((one.max_length for one in stopping_criteria if _is_max_length(one)), None)
     mask = prepared.get("decoder_attention_mask" if source else "attention_mask")
     if end is not None:
-        # The last token is never an input, and padding is not stored.
+        # The last token is never an input, so it is not stored. Neither is padding.
         needed = end - 1 - (_shortest_padding(mask) if mask is not None else 0)
         decoder.check_fits(input_ids.shape[0], needed)
     try:
@@ -239,7 +239,7 @@ def generate(
 
 
 def _source(model: Any, prepared: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return the encoder output in ``prepared``; {} for decoder-only models."""
+    """Remove the encoder output from ``prepared`` and return it; {} for decoder-only models."""
     if not model.config.is_encoder_decoder:
         return {}
     return {
@@ -258,7 +258,8 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             "custom_generate",
             decoder,
             "a decoder of the model whose generate() is called",
-            f"Create a decoder for the called {type(model).__name__}.",
+            f"Create a decoder for the {type(model).__name__} on which generate() was called, or "
+            "call the decoder's own generate().",
             message="custom_generate must be a decoder of the model whose generate() is called, "
             f"got a decoder of another model ({type(decoder.model).__name__}).",
         )
@@ -267,7 +268,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             "decoder.num_rows",
             decoder.num_rows,
             "0 when generate() is called",
-            "Call reset() of this GraphDecoder or SpeculativeDecoder first, which drops all rows.",
+            "To drop all rows, call reset() of this GraphDecoder or SpeculativeDecoder.",
         )
     check_options({**vars(config), **prepared})
     for name in CACHE_NAMES:
@@ -277,7 +278,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
                 name,
                 given,
                 "omitted or empty",
-                "Omit it and pass whole prompts, which the decoder runs from the first token.",
+                "Omit the cache, and pass whole prompts instead of only their last tokens.",
                 message="A cache passed to generate() must be empty, got a "
                 f"{type(given).__name__} that already contains tokens.",
             )
@@ -438,7 +439,7 @@ class _Loop:
         self.index = torch.tensor(self.live, dtype=torch.int64, device=self.ids.device)
 
     def _widen(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the live rows' values and the last values of other rows, in output order."""
+        """Return the values of live rows and the last values of finished rows, in output order."""
         if self.index is None:
             return values
         if self.full is None or self.full.dtype is not values.dtype:

@@ -2,8 +2,8 @@
 
 A chunk is a step with T tokens for each of B prompts. It writes keys and values to the prompts'
 slots and attends to the contents of the slots. Recurrent layers continue from the states in the
-slots. Prompts are padded on the left. Padding therefore precedes all states of a prompt, and every
-prompt ends with the last chunk.
+slots. Prompts are padded on the left. Padding therefore comes before the first token, while the
+states are still zero, and every prompt ends in the last chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from dispatchkit_transformers.static_models import (
 GRAPHS = "graphs"
 #: Reason for running all prompts eager if there are no ``prompt_sizes``.
 NO_PROMPT_SIZES = "no_prompt_sizes"
-#: Function that runs prompts (first slot, prompts (B, T), lengths) and returns their logits (B, V).
+#: Function that takes the first slot, prompts (B, T) and their lengths, runs the prompts, and
+#: returns their logits (B, V).
 Run = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
 
 # Chunks up to about this number of tokens take equally long, because all of them read all weights.
@@ -250,7 +251,7 @@ def _continues(
 
 
 class PromptRunner:
-    """A runner of prompts, which go through graphs in chunks.
+    """A runner that runs prompts through graphs, in chunks.
 
     Args:
         probe: Description of how the model must be called.
@@ -408,7 +409,8 @@ def _masks_windows(model: Any) -> bool:
     """Return whether the model's prompts attend only within its windows.
 
     In Moshi, prompts attend to all positions, whereas single tokens attend to a window. Short
-    trials do not exceed a window, so this checks which mask functions the model's code imports.
+    trials do not exceed a window, so this function checks which mask functions the model's code
+    imports.
     """
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     return any(hasattr(one, name) for one in modules for name in _WINDOW_MASKS)

@@ -47,7 +47,7 @@ class SlotCache:
         num_slots: Maximum number of sequences.
         length: Number of positions per sequence.
         cross: Layers of the cross-attention cache of transformers, if the model has one.
-        source_length: Maximum number of positions of a source.
+        source_length: Maximum number of positions of a source (an encoder output).
         spare: Number of additional positions in layers with windows. These positions store drafts,
             because a rejected draft must not overwrite positions that the next token attends to.
 
@@ -119,7 +119,7 @@ class SlotCache:
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
-        """The states of recurrent layers, where rows without a sequence update free slots."""
+        """The states of recurrent layers; rows without a sequence update those of free slots."""
         return self.slots.step_state.tensors
 
     def chunk_state(self, *, runs_twice: bool) -> StepState:

@@ -34,7 +34,7 @@ _MOST_PADDING = 512
 class Drafter(Protocol):
     """A source of drafts for the rows of a decoder.
 
-    A wrong draft costs time, but does not change the tokens.
+    A wrong draft costs time, but does not change the generated tokens.
     """
 
     @property
@@ -51,8 +51,8 @@ class Drafter(Protocol):
     ) -> torch.Tensor:
         """Return drafts (rows, ``num_draft_tokens``) on the device; negative for no draft.
 
-        Drafts of the previous call for positions before the current one were accepted, and are not
-        passed again.
+        Of the drafts that the previous call returned, those for positions before the current one
+        were accepted. These tokens are not passed again.
 
         Args:
             tokens: The current token of each row (rows,), on the device.
@@ -123,7 +123,7 @@ class SpeculativeDecoder:
         input_ids: torch.Tensor,
         **prepared: Any,
     ) -> Any:
-        """Run the decoding loop, as the ``custom_generate`` of transformers."""
+        """Run the decoding loop; transformers calls this object as ``custom_generate``."""
         return generate(VerifiedRows(self), model, input_ids, **prepared)
 
     @property
@@ -237,7 +237,7 @@ class PromptLookup:
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return the drafts of each row; without an earlier occurrence, no drafts."""
+        """Return the drafts of each row; -1 if the row's last tokens do not occur earlier."""
         drafts: torch.Tensor = self.runner(tokens=tokens, positions=positions)
         return drafts
 
@@ -279,7 +279,7 @@ class DraftModel:
         decoder: The decoder that verifies the drafts.
         small: The decoder of the smaller model. Its ``num_draft_tokens`` is the number of drafts
             per row. Its ``max_batch_size`` and ``max_length`` must be at least those of
-            ``decoder``, and its vocabulary may be smaller only by padding.
+            ``decoder``. Its vocabulary may lack only padding tokens.
 
     Raises:
         ConfigError: ``small`` has a smaller ``max_batch_size``, ``max_length`` or (beyond padding)
@@ -320,8 +320,8 @@ class DraftModel:
         if small.num_rows:
             raise ConfigError("small.num_rows", small.num_rows, "0", "Call small.reset() first.")
         self._decoder = small
-        # Tokens that the smaller model lacks are padding of the vocabulary. Replacing them can only
-        # make drafts wrong.
+        # Tokens that the smaller model lacks are padding of the vocabulary. Replacing these tokens
+        # makes drafts wrong at worst.
         self._last = small.vocabulary - 1 if small.vocabulary < decoder.vocabulary else None
 
     @property
@@ -339,7 +339,7 @@ class DraftModel:
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return the most likely tokens of the smaller model; fewer at the end of its cache."""
+        """Return the smaller model's most likely tokens; fewer drafts at the end of its cache."""
         decoder, most = self._decoder, self.num_draft_tokens
         decoder.truncate(lengths)
         decoder.tokens = self._known(tokens)

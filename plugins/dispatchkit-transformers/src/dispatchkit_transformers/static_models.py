@@ -78,7 +78,7 @@ class Probe:
         convert_mask: Function that converts a boolean mask, True where a token may attend, to the
             format of the attention implementation.
         mask_format: The mask format that the model expects, one of ``MASK_FORMATS``.
-        prefix: Prefix of the decoder's argument names.
+        prefix: Prefix of the decoder's argument names: ``decoder_`` or empty.
         cache_name: Name of the cache argument, one of ``CACHE_NAMES``.
         takes_logits_to_keep: Whether the model can return the logits of the last positions only.
         takes_positions: Whether the model accepts the positions of its tokens.
@@ -167,7 +167,7 @@ class Probe:
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return a function that runs T tokens per row and returns logits (B, T, V), float32.
 
-        The function takes tokens and positions (B, T). The logits predict the token after each
+        The function takes tokens and positions (B, T). The logits of each token predict the next
         token.
 
         Args:
@@ -192,7 +192,7 @@ class Probe:
             step_rows.begin(positions)
             given = dict(arguments)
             if self.takes_positions:
-                # Rows without a sequence have a position beyond the embeddings of some models.
+                # Rows without a sequence have a position that some models have no embedding for.
                 given[f"{self.prefix}position_ids"] = positions.clamp(max=last)
             if memory.has_sources:
                 mask = memory.source_mask[: step_rows.num_rows]
@@ -303,9 +303,10 @@ def probe(model: Any, max_length: int) -> Probe:
                 "max_length",
                 max_length,
                 f"smaller for {name}",
-                "From some length on, its logits depend on the number of cached tokens, which "
-                "differs between the rows of a batch. One cause is an attention temperature, as in "
-                "Llama 4. Pass a smaller max_length, or call the model's own generate().",
+                "From some length on, the model's logits depend on the number of cached tokens. "
+                "This number differs between the rows of a batch. One cause is an attention "
+                "temperature, as in Llama 4. Pass a smaller max_length, or call the model's own "
+                "generate().",
             )
         return made
 

@@ -20,7 +20,7 @@ class Loras(enum.Enum):
 
     NONE = "none"  # Adapters are not part of the key.
     FLAG = "flag"  # Keys have an adapter flag; one graph serves every number of adapters.
-    EVERY_COUNT = "every count"  # Every number has graphs; with drafts, only the largest number.
+    EVERY_COUNT = "every count"  # Each number, or only the largest if query_len > 1.
     CASES = "cases"  # The largest number, and powers of two below it if configured.
     CASES_CLAMPED = "cases, clamped"  # Like CASES, but the largest case also serves larger numbers.
 
@@ -48,8 +48,8 @@ class Dialect:
             These keys are tried after the exact key of a batch. Otherwise, a FULL key of mixed
             batches allows as many requests as tokens, at most ``max_num_seqs``.
         caps_uniform_reqs: Whether a uniform key is limited to ``max_num_seqs`` requests.
-        uniform_needs_separate: Whether uniform batches are distinguished only if the mode has a
-            separate routine for them.
+        uniform_needs_separate: Whether uniform batches are distinguished from mixed batches only
+            if the mode has a separate routine for them.
         rounding: Generation of the rule that rounds sizes up to multiples of the query length;
             empty for no rounding.
         traits: Properties that the policy claims and the test kit checks.
@@ -75,7 +75,7 @@ _TRAITS = frozenset({"smallest_bucket", "monotone", "order", "stateless", "all_k
 
 V0_11 = Dialect(
     name="vllm@0.11",
-    summary="vLLM 0.11.0: keys have a number of tokens and a uniform flag, but no adapters",
+    summary="vLLM 0.11.0: keys include the number of tokens and a uniform flag, but not adapters",
     loras=Loras.NONE,
     sizes_descending=True,
     names_requests=False,
@@ -98,7 +98,7 @@ V0_13 = Dialect(
 )
 V0_33 = Dialect(
     name="vllm@0.33",
-    summary="vLLM 0.33, first model runner: keys with a number of adapters; callers restrict modes",
+    summary="vLLM 0.33, first model runner: keys include adapter counts; callers can exclude modes",
     relaxes_mixed_full=False,
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
@@ -110,14 +110,15 @@ NEWEST = attrs.evolve(
 )
 MANAGER = Dialect(
     name="vllm@0.33-manager",
-    summary="vLLM 0.33, second model runner: the smallest fitting graph of each mode",
+    summary="vLLM 0.33, second model runner: each mode uses its smallest graph that fits the batch",
     padding=Padding.PER_MODE,
     loras=Loras.CASES_CLAMPED,
     relaxes_mixed_full=False,
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
     varies_query_len=True,
-    # Sizes of uniform and mixed graphs differ, so one more token may select a smaller graph.
+    # The sizes of uniform and mixed graphs differ, so a batch with one more token may use a smaller
+    # graph.
     traits=_TRAITS - {"monotone"},
 )
 DRAFTER = Dialect(

@@ -61,7 +61,7 @@ class Ladder:
             first length have uniform graphs.
         max_loras: Maximum number of active adapters; 0 without adapters.
         specialize_lora: Whether graphs without adapters are captured as well.
-        specialize_active_loras: Whether several numbers of adapters have graphs.
+        specialize_active_loras: Whether graphs are captured for several numbers of adapters.
         varlen: Whether decode graphs accept requests of varying length.
         cases: Numbers of adapters that have graphs; None to derive them from the other fields.
         table: The bucket of each number of tokens up to the largest size.
@@ -333,7 +333,7 @@ class Ladder:
         return attrs.evolve(relaxed, num_reqs=min(bucket, self.max_num_seqs))
 
     def _aligned_bucket(self, num_tokens: int, query_len: int) -> int:
-        """Return the smallest size that fits and is a multiple of the query length, or 0."""
+        """Return the bucket of a uniform batch, a multiple of ``query_len``; 0 if there is none."""
         fitting = (
             size for size in self.uniform_sizes if size >= num_tokens and size % query_len == 0
         )

@@ -17,8 +17,8 @@ __all__ = ["VllmPolicy"]
 class VllmPolicy:
     """vLLM's rule: pad to the smallest size that fits, then try FULL, PIECEWISE and eager.
 
-    If a key cannot run (not captured, failed, evicted, disabled or not allowed for the batch), the
-    batch uses the next mode, never a larger graph of the same mode.
+    If a graph cannot run (not captured, failed, evicted, disabled or not allowed for the batch),
+    the batch uses the next mode, never a larger graph of the same mode.
 
     Args:
         dialect: A ``Dialect`` or its name.

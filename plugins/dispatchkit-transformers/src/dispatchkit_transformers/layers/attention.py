@@ -24,7 +24,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         window: Number of latest positions that a token may attend to; None for all positions.
 
     Attributes:
-        is_sliding: Whether the layer has a window (transformers' term).
+        is_sliding: Whether the layer has a window; transformers uses this name.
         past: Value that ``get_seq_length`` returns; None to return the position of each row's first
             token (B, 1).
     """

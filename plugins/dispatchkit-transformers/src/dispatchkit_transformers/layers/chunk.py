@@ -21,7 +21,7 @@ class RingMask:
         capacity: Number of positions that the ring stores.
         window: Number of latest positions that a token may attend to.
         chunk: Size of attention chunks: a token attends to positions from the last multiple of
-            this number. None without chunked attention.
+            this number up to its own position. None without chunked attention.
         sink: The position of padding.
     """
 
@@ -55,7 +55,7 @@ class ChunkAttention(AttentionLayer):
     """View of a layer's keys and values for a chunk.
 
     A layer that stores all positions writes first and then reads. A ring buffer reads first,
-    because a chunk may be longer than the ring.
+    because the chunk may overwrite positions that its tokens attend to.
     """
 
     @property

@@ -11,7 +11,7 @@ from dispatchkit_transformers.layers.step_rows import StepRows
 
 
 class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked
-    """View of the source's keys and values, which steps only read.
+    """View of the keys and values of the encoder output (the source), for steps that read them.
 
     Args:
         keys: Keys of all slots (slots, heads, source length, head size).
@@ -50,7 +50,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
         return self._keys.shape[2], 0
 
     def get_seq_length(self, *args: Any) -> int:
-        """Return the source length; a value above 0 stops models from recomputing the keys."""
+        """Return the source length; if it is above 0, models do not recompute the keys."""
         return self._keys.shape[2]
 
     def get_max_length(self) -> int:

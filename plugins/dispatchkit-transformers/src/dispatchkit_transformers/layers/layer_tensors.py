@@ -24,13 +24,14 @@ class LayerTensor:
     """One tensor that a layer stores.
 
     Attributes:
-        name: ``keys``, ``values``, ``convolution N`` or ``recurrence N``, N being the number of
+        name: ``keys``, ``values``, ``convolution N`` or ``recurrence N``, where N is the number of
             the state.
         states: The tensor in the transformers cache: keys or values (B, heads, T, head size), or a
             recurrent state (B, ...).
         capacity: Number of positions whose keys and values are stored; None for recurrent states
             and sources.
-        source_length: Maximum number of positions of a source; None for other tensors.
+        source_length: Maximum number of positions of a source (an encoder output); None for other
+            tensors.
     """
 
     name: str

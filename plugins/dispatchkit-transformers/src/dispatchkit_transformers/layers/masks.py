@@ -17,7 +17,7 @@ _ATTENTION_OF_HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_a
 
 
 class MaskSpec(Protocol):
-    """The mask of a layer; layers with equal specs share one mask."""
+    """A description of a layer's mask; layers with equal descriptions share one mask."""
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         """Return a mask (B, 1, T, read positions), True where tokens (B, T) may attend."""
@@ -34,7 +34,7 @@ class StepMask:
         window: Number of latest positions that a token may attend to; None for all stored
             positions.
         chunk: Size of attention chunks: a token attends to positions from the last multiple of
-            this number. None without chunked attention.
+            this number up to its own position. None without chunked attention.
     """
 
     length: int
@@ -46,9 +46,9 @@ class StepMask:
         """Return a mask (B, 1, T, length), True where tokens may attend.
 
         In a ring buffer without spare entries, all written entries are valid. A ring with spare
-        entries also contains rejected positions and positions outside the window. In this ring, an
-        entry is valid if the last position that maps to it, at or before the token's position, is
-        in the window.
+        entries also contains rejected positions and positions outside the window. In such a ring,
+        each entry stands for the last position that maps to it and does not exceed the token's
+        position. The entry is valid if this position is in the window.
 
         Args:
             positions: Positions of each row's tokens (B, T).
@@ -123,7 +123,7 @@ class PositionMask:
         attention = [one for one in layers if hasattr(one, "mask_spec")]
         self._length = attention[0].length
         for one in attention:
-            # Report the last position, so that only the mask excludes positions.
+            # Report that all positions are used, so that only the mask excludes positions.
             one.past = self._length - 1
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:

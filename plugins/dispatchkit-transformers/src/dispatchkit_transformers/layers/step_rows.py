@@ -10,9 +10,9 @@ import torch
 class StepRows:
     """The rows of the current step, their slots and the positions that they write.
 
-    A layer that stores fewer positions than a sequence may have is a ring buffer: it stores the
-    latest positions, each at its index modulo the capacity. Rows without a sequence have position
-    ``sink``, and write to an additional entry that is never read.
+    A layer that stores fewer positions than a sequence may have is a ring buffer. It stores the
+    latest positions, each in the entry with index ``position % capacity``. Rows without a sequence
+    have position ``sink``, and write to an additional entry that is never read.
 
     Args:
         slots: Indices of all slots (slots,).

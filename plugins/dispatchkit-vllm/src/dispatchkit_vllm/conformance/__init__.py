@@ -1,8 +1,8 @@
-"""Compare the facades with golden vectors: results recorded from published dispatchers.
+"""Compare the facades with golden vectors: results recorded from vLLM's published dispatchers.
 
 ``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped. Each line
-is a record: usually a configuration and its results. The command prints how many records of each
-file agree. The id of a record determines its kind; file names do not matter.
+is a record, usually of a configuration and its results. The command prints how many records of each
+file agree with the facades. The kind of a record follows from its id, not from the file name.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RecordReport:
 
     Attributes:
         line: 1-based line number of the record.
-        name: Id of the record; ``mode-enum/MODE`` for a row of the mode table, which has no id;
-            ``line N`` if the id is invalid.
+        name: Id of the record; ``mode-enum/MODE`` for the record of a mode's properties, which has
+            no id; ``line N`` if the line has no valid id.
         num_compared: Number of comparisons.
         problems: Descriptions of failed comparisons, and of errors; empty if the record agrees.
     """
@@ -101,7 +101,7 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
 
     Args:
         path: A JSON Lines file, gzipped if the name ends in ``.gz``.
-        every: Interval of compared records; 1 compares all records.
+        every: Compare only every N-th record, where N is this number; 1 compares all records.
 
     Raises:
         OSError: The file cannot be read, or is not gzipped although its name ends in ``.gz``.

@@ -19,15 +19,15 @@ _MAX_TEXT = 400
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare files and print the results.
+    """Compare the given files with the facades, and print the results.
 
     Returns:
-        0 if all records of all files agree, 1 if a record differs or is invalid, 2 if a file
-        cannot be read.
+        0 if all records of all files agree with the facades, 1 if a record differs or is invalid,
+        2 if a file cannot be read.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dispatchkit_vllm.conformance",
-        description="Compare dispatchkit-vllm with golden vectors of published dispatchers.",
+        description="Compare dispatchkit-vllm with golden vectors of vLLM's dispatchers.",
     )
     parser.add_argument(
         "files", metavar="FILE", nargs="+", help="golden vectors in a .jsonl or .jsonl.gz file"
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unreadable = False
     for path in options.files:
         try:
-            # Some vectors intentionally have batches without a capture size, which causes warnings.
+            # Some configurations intentionally leave batches without graphs, which causes warnings.
             with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Silence logged warnings, because some vectors use dispatchers without initialized keys."""
+    """Silence logged warnings, because some vectors do not initialize the dispatcher's keys."""
     logger = logging.getLogger("dispatchkit_vllm")
     level = logger.level
     logger.setLevel(logging.ERROR)

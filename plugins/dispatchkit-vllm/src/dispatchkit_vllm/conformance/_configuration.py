@@ -1,4 +1,4 @@
-"""Compare the mode table, mode resolution and capture sizes with recorded results."""
+"""Compare mode properties, mode resolution and capture sizes with recorded results."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def check_resolution(record: Record, found: Findings) -> None:
 
 
 def check_mode(record: Record, found: Findings) -> None:
-    """Compare the properties of a mode with a row of the mode table."""
-    _ENUM.check("a row of the mode table", record)
+    """Compare the properties of a mode with the recorded properties."""
+    _ENUM.check("a record of mode properties", record)
     mode = CUDAGraphMode[record["mode"]]
     got = {
         "mode": mode.name,

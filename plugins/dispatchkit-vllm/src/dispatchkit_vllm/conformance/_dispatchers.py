@@ -27,9 +27,9 @@ class Kind:
     Attributes:
         module: Module of the facade.
         cfg: Fields of the configuration.
-        group: Arguments shared by the rows of a group.
+        group: Names of the ``dispatch`` arguments that all calls of a group share.
         parts: Fields of a record without errors, besides id and configuration.
-        optional: Further fields that such a record may have.
+        optional: Fields that a record without errors may have in addition.
         descending: Whether sizes are stored in descending order.
         pads: Whether the dispatcher pads; otherwise it takes a padded descriptor.
     """
@@ -164,7 +164,7 @@ def check_dispatcher(record: Record, found: Findings) -> None:
             found.compare("keys_before_error", before, keys_of(dispatcher))
             return
     found.compare("keys", record["keys"], keys_of(dispatcher))
-    # The newest dispatcher has its own table; older ones read the table of the configuration.
+    # The newest dispatcher has its own padding table; older dispatchers read the configuration's.
     table = config.compilation_config.bs_to_padded_graph_size
     table = getattr(dispatcher, "padding_table", None) or table
     for num_tokens, padded in record.get("pad", ()):
@@ -191,7 +191,7 @@ def mode_of(cfg: Record) -> CUDAGraphMode:
 
 
 def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
-    """Return a new dispatcher, or None if its construction fails or failed in the record."""
+    """Return a new dispatcher, or None if its construction fails, now or in the record."""
     dispatcher: list[Any] = []
     error = error_of(lambda: dispatcher.append(make()))
     found.compare_error("construct_error", record.get("construct_error"), error)
@@ -269,8 +269,9 @@ def _call(kind: Kind, dispatcher: Any, num_tokens: int, given: Record) -> Callab
 def _compare_flow(
     row: Any, kind: Kind, dispatcher: Any, cfg: Record, table: Any, found: Findings
 ) -> None:
-    """Compare the steps of a 0.11 or 0.11.1 runner, which pads if a graph may exist, then
-    dispatches.
+    """Compare the steps of a 0.11 or 0.11.1 runner, which pads a batch and then dispatches it.
+
+    The runner does not pad if the mode is NONE or the padding table ends below the batch.
     """
     num_tokens, *expected = row
     got: list[Any] = []

@@ -12,7 +12,7 @@ _MODE_ENUM = "mode-enum"
 
 
 class FormatError(ValueError):
-    """A record is invalid: for example, it has an unknown field or lacks a required one."""
+    """Raised for an invalid record, such as one with an unknown or a missing field."""
 
 
 @attrs.frozen
@@ -20,7 +20,7 @@ class Mismatch:
     """A failed comparison.
 
     Attributes:
-        where: Path of the compared value in the record.
+        where: Name of the compared value, such as ``pad[3]``.
         expected: The recorded value.
         got: The value that the facade returned.
     """
@@ -83,7 +83,7 @@ def attempt(expected: Any, call: Callable[[], Any]) -> Any:
 
 @attrs.frozen
 class Fields:
-    """The names of an object's fields.
+    """The field names that a JSON object must or may have.
 
     Attributes:
         required: Fields that must be present.
@@ -95,7 +95,7 @@ class Fields:
 
     @classmethod
     def of(cls, required: str, optional: str = "") -> Fields:
-        """Return fields from names separated by spaces."""
+        """Create an instance from names separated by spaces."""
         return cls(frozenset(required.split()), frozenset(optional.split()))
 
     def check(self, where: str, given: Any) -> Mapping[str, Any]:
@@ -125,10 +125,10 @@ def _fields(noun: str, names: Sequence[str]) -> str:
 def kind_of(record: Mapping[str, Any]) -> str:
     """Return the kind of a record: its id up to the first slash.
 
-    Rows of the mode table have no id; their kind is ``mode-enum``.
+    Records of a mode's properties have no id; their kind is ``mode-enum``.
 
     Raises:
-        FormatError: The record has no valid id and is not a row of the mode table.
+        FormatError: The record has no valid id, and does not contain a mode's properties.
     """
     identity = record.get("id")
     if identity is None and "decode_mode" in record:

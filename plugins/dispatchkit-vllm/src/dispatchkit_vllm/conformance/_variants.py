@@ -83,7 +83,7 @@ def check_drafter(record: Record, found: Findings) -> None:
     if ends:
         Fields.of(f"{begins} {' '.join(ends)}").check(record["id"], record)
     else:
-        # A record must have capture_cases only if keys were initialized.
+        # capture_cases is required if keys were initialized, and optional otherwise.
         parts = _DRAFTER_PARTS if cfg["initialize"] else _DRAFTER_PARTS.replace("capture_cases", "")
         Fields.of(f"{begins} {parts}", "capture_cases").check(record["id"], record)
     sizes = sorted(set(cfg["sizes"]))

@@ -147,7 +147,10 @@ def _debugging(on: bool) -> Iterator[None]:
 
 
 class _Traced(_wrapper.CUDAGraphWrapper):
-    """A wrapper that records permission checks, and optionally hides the forward context."""
+    """A wrapper that records its checks as events.
+
+    It records when it checks whether captures are enabled. It can also hide the forward context.
+    """
 
     events: list[list[Any]]
     hides_context = False

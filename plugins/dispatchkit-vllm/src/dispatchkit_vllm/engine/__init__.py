@@ -40,10 +40,11 @@ def install() -> None:
     """Patch vLLM's model runners when they are imported.
 
     Raises:
-        UnknownNameError: No policy has the given name; the error suggests similar names.
+        UnknownNameError: No policy has the configured name, or an environment variable is unknown.
+            The error suggests similar names.
         ConfigError: A setting or an option of the policy is invalid.
     """
-    # Validate here, because a worker would fail minutes later.
+    # Without this check, a worker would fail minutes later.
     check_policy(EngineSettings.read(os.environ))
     for module, act in _ACTIONS.items():
         when_imported(module, act)

@@ -1,4 +1,4 @@
-"""The policy, recorder, counters and timer of a model runner's steps."""
+"""Decide, record, count and measure the steps of a model runner."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Ranks:
 class StepController:
     """Controller of a model runner's steps, which decides, records, counts and measures them.
 
-    A runner opens a step, asks for a decision once, and closes the step. Outside of steps (in
-    dummy runs, profiling and captures), vLLM's own class decides.
+    A runner opens each step and asks for the policy's decision. Outside of steps (in dummy runs,
+    profiling and captures), vLLM's own class decides.
 
     Args:
         settings: dispatchkit's settings for this process.
@@ -78,8 +78,8 @@ class StepController:
             its answer.
         largest: Largest number of tokens with a graph, for a runner that looks up answers itself.
         on_activate: Function to call after a change of policy, to fill ``rows``.
-        summary: Description of the policy that ``install`` activated, for the log; empty without
-            one, and after ``activate``.
+        summary: Description of the policy that ``install`` activated, for the log. Empty if it
+            activated none, and after a later call of ``activate``.
         inactive_reason: Why the configured policy cannot act; empty if it can.
     """
 
@@ -170,7 +170,7 @@ class StepController:
         )
 
     def make(self, policy: str, **options: Any) -> PolicyCore:
-        """Return another policy for this runner's graphs, to pass to ``activate``.
+        """Create another policy for this runner's graphs, to pass to ``activate``.
 
         Raises:
             ConfigError: The runner has no graphs yet, or the policy is rejected as in ``install``.
@@ -192,7 +192,7 @@ class StepController:
     def activate(self, core: PolicyCore | None) -> None:
         """Make a policy decide from the next step on; None selects vLLM's own class.
 
-        Call it between steps. A policy keeps its learned state and may be activated again.
+        Call this method between steps. A policy keeps its learned state and may be activated again.
 
         Raises:
             ConfigError: The policy learns, but the device is neither CUDA nor CPU.

@@ -76,7 +76,7 @@ def check_policy(settings: EngineSettings) -> None:
     """Validate the configured policy's name and options by creating the policy once.
 
     Raises:
-        UnknownNameError: No policy has the given name; the error suggests similar names.
+        UnknownNameError: No policy has the configured name; the error suggests similar names.
         ConfigError: An option of the policy is invalid.
     """
     if settings.policy:
@@ -96,8 +96,8 @@ class PolicyCore:
         runner: Name of the runner in messages.
 
     Attributes:
-        fallbacks: Number of steps for which the policy was asked, but the runner's own dispatcher
-            decided, by reason.
+        fallbacks: Number of steps, by reason, for which the policy was asked but the runner's own
+            dispatcher decided.
         learns: Whether the policy has an ``observe`` method to learn from outcomes.
 
     Raises:
@@ -164,7 +164,8 @@ class PolicyCore:
             return None
         if decision.key is None:
             # A cell does not depend on the number of requests, so derive this number from the size.
-            # For a mixed batch, assume one token per request; the second runner corrects it.
+            # For a mixed batch, assume one token per request. The second runner replaces the result
+            # if the actual number of requests differs.
             per_req = batch.query_len if batch.uniform else 1
             num_reqs = batch.num_reqs or batch.num_tokens // per_req
             return Answer(self._eager(batch, num_reqs), decision, batch, num_reqs)
@@ -227,7 +228,7 @@ class PolicyCore:
                 self._fall_back_from_fault(num_tokens)
                 return None
             batch = f"a batch of {counted(num_tokens, 'token')}"
-            what = f"{self._named} chose eager for {batch} that must not run eager"
+            what = f"{self._named} chose eager for {batch}, which must not run eager"
             self._fall_back(EAGER_REFUSED, what)
             return None
         except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
@@ -285,6 +286,6 @@ def refuse_learning(policy: Policy, world_size: int) -> None:
             "policy",
             policy_name(policy),
             f"a policy that does not learn, because there are {world_size} ranks",
-            "Each rank would measure different times, and ranks with different decisions hang. "
+            "Each rank would measure different times, and ranks that decide differently hang. "
             "Choose a policy without an observe() method, such as 'vllm'.",
         )

@@ -26,7 +26,7 @@ DISPATCHER = "CudagraphDispatcher"
 RUNNER = "vLLM's first model runner"
 
 _COMMON_ARGUMENTS = {"self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras"}
-#: The argument that disables FULL graphs in 0.12, and the one in 0.13 to 0.16.
+#: Arguments that disable FULL graphs: the first in 0.12, the second in 0.13 to 0.16.
 _FLAGS = ("use_cascade_attn", "disable_full")
 #: Arguments for sets of modes, from 0.17 on.
 _SETS = {"valid_modes", "invalid_modes"}
@@ -82,7 +82,7 @@ def dispatcher_class(original: type[Any]) -> type[Any]:
     counts = "num_active_loras" in takes
 
     class PolicyDispatcher(original):  # type: ignore[misc]
-        """vLLM's dispatcher, which asks a dispatchkit policy first."""
+        """vLLM's dispatcher, extended to ask a dispatchkit policy first."""
 
         def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
             super().__init__(vllm_config, *args, **options)
@@ -103,7 +103,7 @@ def dispatcher_class(original: type[Any]) -> type[Any]:
 
 
 def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
-    """Return ``dispatch`` for releases from 0.17 on, which take sets of modes."""
+    """Return ``dispatch`` for releases from 0.17 on, where it takes sets of modes."""
 
     def dispatch(
         self: Any,
@@ -133,7 +133,7 @@ def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
 
 
 def _flag_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
-    """Return ``dispatch`` for releases up to 0.16, which take a flag that disables FULL graphs."""
+    """Return ``dispatch`` for releases up to 0.16, where a flag disables FULL graphs."""
 
     def dispatch(
         self: Any,

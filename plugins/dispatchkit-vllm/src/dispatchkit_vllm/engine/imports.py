@@ -1,4 +1,4 @@
-"""Run functions after the import of a module, without importing it."""
+"""Run a function once a module has been imported, without importing the module."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _waiting: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call ``act`` with a module, now or right after its import.
+    """Call ``act`` with a module: now if it has been imported, otherwise right after its import.
 
-    A later call for the same module replaces a pending function. Exceptions of ``act`` propagate
-    from the import.
+    A later call for the same module replaces a pending function. Exceptions raised by ``act``
+    propagate, from this call or from the import.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -31,7 +31,7 @@ def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 def clear_import_hooks() -> None:
-    """Drop all pending functions."""
+    """Remove all pending functions."""
     _waiting.clear()
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)

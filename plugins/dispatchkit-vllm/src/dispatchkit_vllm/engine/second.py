@@ -1,6 +1,6 @@
 """Policies for vLLM's second model runner and its ``ModelCudaGraphManager``.
 
-vLLM still captures and replays, and handles microbatches and the graphs of speculators itself.
+vLLM itself still captures and replays graphs, and decides for microbatches and speculators.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def manager_class(original: type[Any]) -> type[Any]:
     ]
 
     class PolicyManager(original):  # type: ignore[misc]
-        """vLLM's graph manager, which asks a dispatchkit policy first."""
+        """vLLM's graph manager, extended to ask a dispatchkit policy first."""
 
         def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
             super().__init__(vllm_config, *args, **options)
@@ -174,7 +174,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             return kinds[None] if fits else 0
 
         def run_fullgraph(self, desc: Any) -> Any:
-            """Replay as vLLM does, and measure the step if the policy learns."""
+            """Replay the graph as vLLM does, and measure the step if the policy learns."""
             timer = self.controller.timer
             if timer is None or self.controller.is_dummy:
                 return super().run_fullgraph(desc)
@@ -186,7 +186,7 @@ def manager_class(original: type[Any]) -> type[Any]:
         if hasattr(original, "run_pw_graph"):
 
             def run_pw_graph(self, *args: Any, **options: Any) -> Any:
-                """Run as vLLM does, and measure the step if the policy learns."""
+                """Run piecewise graphs as vLLM does, and measure the step if the policy learns."""
                 timer = self.controller.timer
                 if timer is None or self.controller.is_dummy:
                     return super().run_pw_graph(*args, **options)

@@ -56,8 +56,8 @@ class EngineSettings:
         policy: Name of the policy that decides; empty for vLLM's own dispatcher.
         policy_options: Options that the policy is created with, as a dict or as the text of a JSON
             object.
-        strict: Whether to fail at start-up if the configured policy cannot act, or if steps cannot
-            be recorded or counted. Otherwise, a warning is logged.
+        strict: Whether to fail at startup if the configured policy cannot act, or if steps cannot
+            be recorded or counted. If false, a warning is logged instead.
         trace: File to record steps to; empty to disable recording.
         metrics: Port or text file for Prometheus metrics; empty to disable them.
 
@@ -90,7 +90,7 @@ class EngineSettings:
 
         Raises:
             ConfigError: A setting has an invalid value.
-            UnknownNameError: ``additional_config`` or the environment has an unknown setting.
+            UnknownNameError: ``additional_config`` or the environment contains an unknown setting.
         """
         names = [field.name for field in attrs.fields(cls)]
         for variable in environ:

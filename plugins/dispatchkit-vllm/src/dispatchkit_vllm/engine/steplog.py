@@ -88,7 +88,7 @@ class StepLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether the log has not been closed."""
+        """Whether the file is open: true until ``close`` is called."""
         return not self._ended.is_set()
 
     def flush(self) -> None:
@@ -106,7 +106,7 @@ class StepLog:
                 self._fault = str(error)
                 log.warning(
                     "Recording to %s stopped after %s: %s. Serving continues. To record again, "
-                    "remove the cause, or change the setting trace (DISPATCHKIT_TRACE), and "
+                    "fix the cause, or change the setting trace (DISPATCHKIT_TRACE), and "
                     "restart vLLM.",
                     self.path,
                     counted(written, "step"),

@@ -98,7 +98,7 @@ class HostClock:
         mark[0] = time.perf_counter_ns()
 
     def is_reached(self, mark: list[int]) -> bool:
-        """Return True."""
+        """Return True: on the CPU, a mark is reached as soon as it is set."""
         return True
 
     def elapsed_us(self, start: list[int], end: list[int]) -> float:
@@ -198,7 +198,7 @@ class StepTimer:
                     self._dispatcher.observe(outcome)
             except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
                 log.warning(
-                    "Policy %r did not learn from a step, because it raised %s: %s",
+                    "Policy %r did not learn from a step, because its observe() raised %s: %s",
                     policy_name(self._dispatcher.policy),
                     type(error).__name__,
                     error,

@@ -1,4 +1,4 @@
-"""Log the active policy when a worker has initialized its model runner, or why no policy acts.
+"""Once a worker has initialized its model runner, log the policy, or why no policy acts.
 
 Afterwards, the worker warms up and captures. In the second model runner, warmup steps look like
 steps that serve requests, so they are treated as dummy runs.
@@ -26,7 +26,7 @@ _WARM_UP = "compile_or_warm_up_model"
 
 
 def attach(module: ModuleType) -> None:
-    """Make workers report when they have initialized their model runners."""
+    """Make each worker call ``report`` once it has initialized its model runner."""
     wrapper = getattr(module, _WRAPPER)
     own = getattr(wrapper, _METHOD)
     if hasattr(own, "replaces"):
@@ -45,7 +45,7 @@ def attach(module: ModuleType) -> None:
 
 
 def detach(module: ModuleType) -> None:
-    """Stop workers from reporting."""
+    """Restore vLLM's method, so that workers no longer call ``report``."""
     wrapper = getattr(module, _WRAPPER)
     own = getattr(wrapper, _METHOD)
     setattr(wrapper, _METHOD, getattr(own, "replaces", own))
@@ -60,12 +60,12 @@ def _suspend_during_warm_up(worker: Any) -> None:
 
 
 def report(runner: Any, vllm_config: Any) -> None:
-    """Log the active policy and recorder of a model runner.
+    """Log the active policy and the trace file of a model runner, or why they have no effect.
 
     Raises:
-        BackendUnavailableError: The configured policy cannot act, or steps cannot be recorded or
-            counted, and ``strict`` is set.
-        UnknownNameError: No policy has the configured name.
+        BackendUnavailableError: With ``strict``: the configured policy cannot act, or steps cannot
+            be recorded or counted.
+        UnknownNameError: No policy has the configured name, or a setting is unknown.
         ConfigError: A setting or an option of the policy is invalid.
     """
     settings = settings_of(vllm_config)
@@ -86,8 +86,9 @@ def report(runner: Any, vllm_config: Any) -> None:
     text = f"Steps cannot be recorded or counted: {reason}."
     if settings.policy:
         text = f"Policy {settings.policy!r} is configured but cannot act: {reason}."
+        # If only the policy cannot act, the other settings take effect.
         if controller is not None and reason == controller.inactive_reason:
-            names = [name for name in names if name.startswith("policy")]  # others take effect
+            names = [name for name in names if name.startswith("policy")]
     variables = ", ".join(f"DISPATCHKIT_{name.upper()}" for name in names)
     remove = f"remove the setting {names[0]} ({variables})"
     if len(names) > 1:

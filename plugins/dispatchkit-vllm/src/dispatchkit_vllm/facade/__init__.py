@@ -10,10 +10,11 @@ interface:
 - ``v0_33_manager``: ``CudaGraphManager`` of the second model runner;
 - ``drafter``: a dispatcher with several uniform query lengths;
 - ``lora_count``: a dispatcher with one graph for each number of active adapters;
-- ``policies``: classes with the names of a third-party dispatcher.
+- ``policies``: classes that follow the documentation of a third-party dispatcher.
 
-``dispatcher_for`` returns the facade of a published class. This package exports the names of
-0.11.1, whose dispatcher takes a padded descriptor and supports cascade attention.
+``dispatcher_for`` returns the facade for a ``CudagraphDispatcher`` class of vLLM. The package
+itself exports the names of ``v0_11_1``, whose dispatcher takes a padded descriptor and supports
+cascade attention.
 """
 
 from __future__ import annotations

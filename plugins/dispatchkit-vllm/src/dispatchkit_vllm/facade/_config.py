@@ -1,6 +1,6 @@
 """Read values from a vLLM configuration, or any object with the same attributes.
 
-Attributes differ between releases; each function supports all variants of one value.
+The attributes differ between releases; each function supports all releases.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def decode_query_lens(vllm_config: Any, longest: int) -> tuple[int, ...]:
     schedule = sorted(speculative.num_speculative_tokens_per_batch_size)  # type: ignore[union-attr]
     counts = {int(count) for first, _, count in schedule if first <= max_num_seqs(vllm_config)}
     if schedule[0][0] > 1:
-        counts.add(0)  # batches below the first range have no drafts
+        counts.add(0)  # batches smaller than the first range have no drafts
     return tuple(sorted({min(count, most) + longest - most for count in counts}))
 
 
@@ -83,7 +83,7 @@ def specializes_lora(vllm_config: Any) -> bool:
 
 
 def specializes_active_lora(vllm_config: Any) -> bool:
-    """Return whether several numbers of active adapters have graphs."""
+    """Return whether graphs are captured for several numbers of active adapters."""
     lora = getattr(vllm_config, "lora_config", None)
     return bool(getattr(lora, "specialize_active_lora", False))
 
@@ -108,7 +108,7 @@ def splits_at_attention(vllm_config: Any) -> bool:
     splits = getattr(compilation, "is_attention_compiled_piecewise", None)
     if splits is not None:
         return bool(splits())
-    # Releases 0.11.x have a compilation level, where 3 means piecewise, and splitting_ops.
+    # Releases 0.11.x have splitting_ops and a compilation level; level 3 compiles piecewise.
     contains = getattr(compilation, "splitting_ops_contain_attention", None)
     return getattr(compilation, "level", 3) == 3 and (contains is None or bool(contains()))
 
@@ -121,7 +121,8 @@ def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
         breakable: Whether captures can be interrupted at attention, so that no splitting is needed.
 
     Raises:
-        AssertionError: The mode requires a split model. vLLM's dispatchers raise the same error.
+        AssertionError: The mode requires piecewise compilation, but the model is compiled as a
+            whole. vLLM's dispatchers also raise an AssertionError.
     """
     mode = mode_of(vllm_config)
     splits = breakable or splits_at_attention(vllm_config)
@@ -133,6 +134,6 @@ def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
 
 
 def table_of(vllm_config: Any, name: str) -> Sequence[int] | None:
-    """Return a padding table of the configuration; None if the table is missing or empty."""
+    """Return the padding table in the attribute ``name``; None if it is missing or empty."""
     table: Sequence[int] | None = getattr(vllm_config.compilation_config, name, None)
     return table or None

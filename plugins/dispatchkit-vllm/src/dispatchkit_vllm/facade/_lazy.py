@@ -14,7 +14,7 @@ def wrapper_names(module: str, **names: str) -> Callable[[str], Any]:
 
     Args:
         module: Name of the module, for error messages.
-        **names: Exported names, each with the name in the wrapper's module.
+        **names: Exported names, each with its name in ``facade._wrapper``.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's

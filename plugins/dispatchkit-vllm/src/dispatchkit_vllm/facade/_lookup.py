@@ -18,7 +18,7 @@ _MAX_MEMO = 65_536
 
 
 class FacadeBase:
-    """Base class of the dispatchers of all generations, with keys in a registry.
+    """Base class of the dispatchers of all generations; a registry stores the keys.
 
     Attributes:
         registry: The keys and their graphs.
@@ -68,7 +68,7 @@ class FacadeBase:
         raise NotImplementedError
 
     def _descriptor(self, key: GraphKey) -> Any:
-        """Return the descriptor of one of dispatchkit's keys."""
+        """Return vLLM's descriptor for one of dispatchkit's keys."""
         raise NotImplementedError
 
     def _declare(self, ladder: Ladder, **options: Any) -> None:
@@ -121,7 +121,7 @@ class LookupDispatcher(FacadeBase):
     def dispatch(
         self, batch_descriptor: Any, use_cascade_attn: bool = False
     ) -> tuple[Any, Any | None]:
-        """Return the runtime mode and the key's descriptor; (NONE, None) without a graph.
+        """Return the runtime mode and the descriptor of a matching key, or (NONE, None).
 
         Args:
             batch_descriptor: The batch, padded by the caller.

@@ -78,7 +78,7 @@ class PaddingDispatcher(FacadeBase):
         self._install(ladder)
         self._finish(mode)
 
-    #: Whether initialization with mode NONE creates no keys.
+    #: Whether initialization with mode NONE leaves the padding table empty.
     _skips_mode_none: ClassVar[bool] = False
 
     def _sizes(self) -> list[int] | None:
@@ -146,7 +146,7 @@ class PaddingDispatcher(FacadeBase):
     # -- the step -----------------------------------------------------------------------
 
     def _runs_eager(self, num_tokens: int) -> bool:
-        """Return whether no batch of this number of tokens can replay a graph."""
+        """Return whether all batches of this number of tokens run eager."""
         if not self.keys_initialized or self.cudagraph_mode is self._none:
             return True
         # Read the configuration in each call, as vLLM does.
@@ -168,11 +168,11 @@ class PaddingDispatcher(FacadeBase):
             uniform: Whether the batch is a uniform decode batch.
             has_lora: Adapter flag of the descriptor to look up.
             loras: Number of adapters of the descriptor to look up.
-            allowed: Code of the allowed modes.
+            allowed: Code of the allowed modes, an index into ``ALLOWED_MODES``.
 
         Raises:
             AssertionError: The bucket of a uniform batch is not a multiple of the query length.
-                Also raised if no graph serves the batch, but eager is not allowed.
+                Also raised if no graph serves the batch and eager is not allowed.
         """
         bucket = self._table[num_tokens]
         ladder, core = self._ladder, self._core

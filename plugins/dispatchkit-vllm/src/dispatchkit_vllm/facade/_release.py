@@ -1,4 +1,4 @@
-"""Select the facade of a published dispatcher by its arguments."""
+"""Select the facade for a dispatcher class of vLLM, by the arguments of its ``dispatch``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ for _more, _lists, _facade in (
 
 
 def dispatcher_for(original: type[Any]) -> type[Any]:
-    """Return the facade of a published ``CudagraphDispatcher``, with the types of its release.
+    """Return the facade for a ``CudagraphDispatcher`` of vLLM, with the types of its release.
 
     Args:
-        original: The published class; its module must define ``CUDAGraphMode`` and
-            ``BatchDescriptor``.
+        original: vLLM's class; its module must define ``CUDAGraphMode`` and ``BatchDescriptor``.
 
     Raises:
-        BackendUnavailableError: No facade matches the arguments of the class.
+        BackendUnavailableError: No facade matches the class.
     """
     takes = frozenset(inspect.signature(original.dispatch).parameters) - {"self"}
     facade = _FORMS.get((takes, hasattr(original, "get_capture_descs")))

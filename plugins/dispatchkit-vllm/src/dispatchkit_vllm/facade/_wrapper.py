@@ -48,7 +48,7 @@ def use_device(device: Any) -> None:
 
 
 def current_device() -> Any:
-    """Return the device for new wrappers; by default CUDA, or the tape without CUDA."""
+    """Return the device for new wrappers; by default CUDA if available, otherwise the tape."""
     if not _device:
         import torch
 

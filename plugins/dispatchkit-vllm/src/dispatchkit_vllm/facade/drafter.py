@@ -70,8 +70,9 @@ class CudagraphDispatcher(LookupDispatcher):
         """Register the keys of a mode. Keys of earlier calls stay registered.
 
         Raises:
-            AssertionError: Query lengths are missing or not positive integers, or an aligned size
-                is not a multiple of each query length.
+            AssertionError: There are no query lengths, or one is not a positive integer. Also
+                raised if ``uniform_cudagraph_capture_sizes`` contains a size that is not a multiple
+                of every query length, unless ``disable_cudagraph_uniform_alignment`` is set.
         """
         lens = uniform_query_lens
         query_lens = [lens] if isinstance(lens, int) else list(lens)
@@ -116,7 +117,7 @@ class CudagraphDispatcher(LookupDispatcher):
     def get_capture_cases(
         self, uniform_decode: bool, uniform_query_len: int
     ) -> tuple[list[int], list[BatchDescriptor], Any]:
-        """Return the sizes in descending order, their descriptors and the runtime mode.
+        """Return the sizes to capture, largest first, their descriptors and the runtime mode.
 
         Raises:
             AssertionError: There are no uniform graphs of this query length.
@@ -154,7 +155,7 @@ class CudagraphDispatcher(LookupDispatcher):
         )
         return uniform, max_query_len if uniform else 0
 
-    caculate_uniform_decode = calculate_uniform_decode  # the published spelling
+    caculate_uniform_decode = calculate_uniform_decode  # the misspelled name of the original
 
     def cudagraph_padded_num_tokens(
         self, num_tokens: int, uniform_decode: bool, uniform_query_len: int

@@ -1,7 +1,7 @@
-"""Classes with the names of a third-party dispatcher.
+"""Classes that follow the documentation of a third-party dispatcher.
 
-Only the dispatcher's documentation is published, not its implementation. These classes
-follow the documentation and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` requires
+The dispatcher's documentation is published, but its implementation is not. These classes have the
+documented names and behavior, and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` requires
 dispatchkit-adaptive, and ``StreamDispatcher`` requires dispatchkit-multistream.
 """
 
@@ -122,7 +122,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
 
 @attrs.define
 class DispatchStats:
-    """Numbers of batches, by the mode in which they ran."""
+    """The number of batches that ran in each mode."""
 
     num_full: int = 0
     num_piecewise: int = 0
@@ -150,7 +150,7 @@ class DispatchPolicy(abc.ABC):
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the mode to run in, among the modes with a graph."""
+        """Return the mode for a batch; ``available_modes`` are the modes with a graph."""
 
 
 class DefaultDispatchPolicy(DispatchPolicy):
@@ -245,7 +245,7 @@ class CudagraphDispatcher:
 
     @property
     def stats(self) -> DispatchStats:
-        """Numbers of batches, by the mode in which they ran."""
+        """The number of batches that ran in each mode."""
         return self._stats
 
     def register_graph(
@@ -313,11 +313,11 @@ class CudagraphDispatcher:
             self.registry.clear()
 
     def enable_mode(self, mode: DispatchMode) -> None:
-        """Replay graphs of a mode again."""
+        """Allow replays of a mode's graphs again, after ``disable_mode``."""
         self.registry.set_enabled(True, mode=mode.runtime_mode)
 
     def disable_mode(self, mode: DispatchMode) -> None:
-        """Stop replaying graphs of a mode until the mode is enabled."""
+        """Stop replays of a mode's graphs until ``enable_mode``."""
         self.registry.set_enabled(False, mode=mode.runtime_mode)
 
 
@@ -325,8 +325,8 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     """A policy that learns from latencies, implemented by dispatchkit-adaptive.
 
     Args:
-        history_size: Approximate number of latest latencies per key and mode that determine an
-            estimate, at least 8.
+        history_size: Approximate number of recent latencies that determine the estimate for a key
+            and mode; at least 8.
 
     Raises:
         ConfigError: ``history_size`` is invalid.
@@ -379,8 +379,8 @@ class CompositeDispatcher:
     in the order in which they were added.
 
     Attributes:
-        faults: Number of errors raised by each dispatcher's ``has_graph``, by the dispatcher's
-            name. After an error, the dispatcher counts as having no graph for that batch.
+        faults: Number of errors raised by ``has_graph``, by name of the dispatcher. After an error,
+            the dispatcher counts as having no graph for that batch.
     """
 
     def __init__(self) -> None:
@@ -405,9 +405,8 @@ class CompositeDispatcher:
     def dispatch(self, key: DispatchKey) -> Any:
         """Run a batch in the first dispatcher that has a graph for its key; return the result.
 
-        Without such a dispatcher, the one with the highest priority runs the batch.
-
-        An exception from the batch propagates to the caller, so that no batch runs twice.
+        If no dispatcher has a graph, the dispatcher with the highest priority runs the batch. If
+        the batch raises an exception, no other dispatcher is tried, so that no batch runs twice.
 
         Raises:
             ConfigError: There are no dispatchers.
@@ -427,7 +426,7 @@ class CompositeDispatcher:
         except Exception:  # noqa: BLE001 - a failing member must not stop the others
             self.faults[name] += 1
             _log.exception(
-                "has_graph of dispatcher %r raised an error, which counts as no graph for %s",
+                "Dispatcher %r counts as having no graph for %s: has_graph() raised an error",
                 name,
                 key,
             )
@@ -462,7 +461,8 @@ class StreamDispatcher(CudagraphDispatcher):
         backend: A backend or its name.
 
     Raises:
-        ConfigError: The device has fewer than ``num_streams`` independent streams.
+        ConfigError: The device has fewer than ``num_streams`` unused streams, or another argument
+            is invalid.
         NotBuiltError: dispatchkit-multistream is not installed.
     """
 

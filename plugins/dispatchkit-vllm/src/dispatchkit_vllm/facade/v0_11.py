@@ -56,11 +56,11 @@ class CudagraphDispatcher(LookupDispatcher):
         super().__init__(vllm_config)
         self._warned = False
 
-    # This release takes one argument, and warns once if keys are not initialized.
+    # In this release, dispatch takes one argument and warns once if keys are not initialized.
     def dispatch(  # type: ignore[override]
         self, batch_descriptor: BatchDescriptor
     ) -> tuple[Any, BatchDescriptor | None]:
-        """Return the runtime mode and the key's descriptor; (NONE, None) without a graph."""
+        """Return the runtime mode and the descriptor of a matching key, or (NONE, None)."""
         if not self.keys_initialized and not self._warned:
             self._warned = True
             _log.warning(

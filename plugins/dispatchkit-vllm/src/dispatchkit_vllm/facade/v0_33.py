@@ -81,7 +81,7 @@ class CudagraphDispatcher(TableDispatcher):
 
         Raises:
             AssertionError: All modes are excluded, or the bucket of a uniform batch is not a
-                multiple of the query length. Also raised if no graph serves the batch, but eager
+                multiple of the query length. Also raised if no graph serves the batch and eager
                 is excluded.
         """
         allowed: int = RuntimeMode.FULL

@@ -146,7 +146,7 @@ class CudaGraphManager:
         Args:
             num_reqs: Number of requests in the batch.
             num_tokens: Number of unpadded tokens.
-            uniform_token_count: Tokens per request, if all requests have the same number.
+            uniform_token_count: Tokens per request if all requests have the same number, else None.
             num_active_loras: Number of active adapters.
             max_query_len: Largest number of tokens of a request, if known.
             num_ubatches: Number of microbatches; batches with more than one run eager.

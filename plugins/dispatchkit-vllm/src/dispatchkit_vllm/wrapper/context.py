@@ -66,7 +66,7 @@ def forward_context_is_available() -> bool:
 
 
 def get_forward_context() -> ForwardContext:
-    """Return the forward context of this thread's or task's step.
+    """Return the forward context of the current thread or task.
 
     Raises:
         NoForwardContextError: The caller is not inside a step.

@@ -54,9 +54,9 @@ class WrapperDevice(Protocol):
         ...
 
     def weak_ref(self, output: Any) -> Any:
-        """Return an output, possibly nested, with tensors that do not own their memory.
+        """Return an output, possibly nested, as aliases that do not own their memory.
 
-        On a device that cannot create such tensors, return the output itself.
+        On a device that cannot create such aliases, return the output itself.
         """
         ...
 
@@ -65,7 +65,10 @@ class WrapperDevice(Protocol):
         ...
 
     def without_collection(self) -> AbstractContextManager[None]:
-        """Return a context that disables garbage collection and emptying the device cache."""
+        """Return a context manager for captures.
+
+        Inside it, garbage collection and emptying of the device cache are disabled.
+        """
         ...
 
     def sync_offload(self) -> None:

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 class WrapperError(ReplayError, AssertionError):
     """Raised for a call that does not match the graphs of its wrapper.
 
-    It is also an AssertionError, which vLLM's wrapper raises in this case.
+    It is also an AssertionError, which vLLM's wrapper raises for such a call.
     """
 
 
@@ -241,7 +241,7 @@ class GraphWrapper:
         descriptor = context.descriptor
         if descriptor is None and self.rules.needs_descriptor:
             raise WrapperError(
-                f"A step in mode {self.runtime_mode.name} has no descriptor to look up its graph. "
+                f"A step in mode {self.runtime_mode.name} needs a descriptor to look up its graph. "
                 "Pass a descriptor to set_forward_context."
             )
         entry = self.entries.get(descriptor)
