@@ -18,7 +18,7 @@ class CompiledStats:
     Attributes:
         name: Name of the graph.
         plain_steps: Number of steps that bypassed the runner and ran eager, by reason.
-        runner: Statistics of the runner; None if no step has used one yet.
+        runner: Statistics of the runner; None until the first step that uses it.
     """
 
     name: str
@@ -31,6 +31,6 @@ class CompiledStats:
         return sum(self.plain_steps.values()) + (self.runner.steps if self.runner else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics as JSON values."""
+        """Return the statistics as a dict of JSON values."""
         runner = None if self.runner is None else self.runner.to_dict()
         return {"name": self.name, "plain_steps": dict(self.plain_steps), "runner": runner}

@@ -30,7 +30,7 @@ class BatchFacts:
         ceiling: Highest runtime mode that the batch may run in.
 
     Raises:
-        ModeError: ``ceiling`` is a pair of two runtime modes.
+        ModeError: ``ceiling`` is a pair of modes, such as ``FULL_AND_PIECEWISE``.
         UnknownNameError: ``ceiling`` is not a mode.
     """
 
@@ -40,10 +40,10 @@ class BatchFacts:
     ceiling: RuntimeMode = attrs.field(default=RuntimeMode.FULL, converter=_ceiling)
 
     def for_graph(self, num_rows: int) -> dict[str, int]:
-        """Return the arguments of the runner's call.
+        """Return the properties as keyword arguments for a call of the runner.
 
-        ``num_reqs`` is limited to ``num_rows``, because a later graph of the model may have fewer
-        rows.
+        ``num_reqs`` is limited to ``num_rows``: if Dynamo splits the model into several graphs, a
+        later graph may have fewer rows than the batch has requests.
         """
         return {
             "num_reqs": min(self.num_reqs, num_rows),
@@ -75,7 +75,7 @@ def batch_facts(
     The arguments are those of ``BatchFacts``. The previous ``BatchFacts`` are restored on exit.
 
     Raises:
-        ModeError: ``ceiling`` is a pair of two runtime modes.
+        ModeError: ``ceiling`` is a pair of modes, such as ``FULL_AND_PIECEWISE``.
         UnknownNameError: ``ceiling`` is not a mode.
     """
     token = _current.set(facts := BatchFacts(num_reqs, uniform, loras, ceiling))

@@ -61,7 +61,7 @@ class GraphArguments:
         written: Indices of the held tensors that the graph writes.
         num_rows: Number of rows that the graph was compiled for; None if it serves any number.
         plain: The reason why the graph cannot be captured, as (reason, explanation); None if it
-            can.
+            can be captured.
     """
 
     traced: TracedStep
@@ -155,7 +155,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
 
 
 def _labels(nodes: Sequence[fx.Node]) -> dict[str, str]:
-    """Return a name for each argument, if possible the name of its parameter."""
+    """Return a name for each argument: where possible, the function's parameter name."""
     labels: dict[str, str] = {}
     for node in nodes:
         source = getattr(node.meta.get("grapharg"), "source", None)
@@ -192,12 +192,12 @@ def _dynamic_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set[int]]:
-    """Return the positions of the written arguments, and of those that results alias.
+    """Return the positions of written arguments, and of arguments that results alias.
 
     The graph runs once on fake tensors, which have shapes and storages but no data.
     """
-    # Use the mode that created the fake tensors. The current mode is a different mode, which Dynamo
-    # sets for backends.
+    # Use the mode that created the fake tensors, because Dynamo sets a different mode when it
+    # calls a backend.
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     if mode is None:
         return set(), set()

@@ -54,10 +54,10 @@ class SplitRules:
         """Check that every rule matched an operation.
 
         Raises:
-            UnknownNameError: No operator, module or function has the given name; the error
-                suggests similar names.
-            ConfigError: The rule is an object or the name of an existing operator, but no operation
-                of the step matches it.
+            UnknownNameError: A rule is a name, but neither a torch operator nor a module or
+                function of the step has this name; the error suggests similar names.
+            ConfigError: A rule is an object or the name of a torch operator, but no operation of
+                the step matches the rule.
         """
         for index, one in enumerate(self.given):
             if index in self._used:

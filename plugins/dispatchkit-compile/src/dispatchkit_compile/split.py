@@ -3,8 +3,8 @@
 The traced operations are cut into consecutive parts. Operations that match a rule or are in a
 marked region form eager parts; the others form graph parts. Each part becomes a piece for
 ``GraphRunner``. A piece receives inputs and weights directly, and a tuple of the earlier results
-that it or later pieces need. Values stay in the memory that their graph wrote; only new memory that
-an eager piece returns is copied.
+that it or later pieces need. Results of graph pieces stay in the memory that the graph wrote.
+Results of eager pieces are copied only if they are in new memory.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def split_module(
     Args:
         step: A function or module, called with the inputs as keyword arguments.
         example: A tensor or a ``StaticInput`` for each input. A StaticInput declares its batch
-            dimension. Tensors are batched in dimension 0 if they have the length of the first
-            tensor.
+            dimension. Tensors with the same length as the first tensor are batched in
+            dimension 0.
         at: Operations that run eager between graphs, in addition to ``eager_region`` blocks and
             operators that cannot be captured for every batch. Entries are operators (objects, or
             names such as ``"vllm::attention"``), modules (paths, path patterns, classes or class
@@ -171,7 +171,7 @@ def _launches(node: fx.Node) -> bool:
 def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
     """Return the parts of a graph, in order.
 
-    Adjacent parts of one kind are merged, unless a mark separates them.
+    Consecutive operations of one kind form one part. A break mark also separates graph parts.
     """
     parts: list[_Part] = []
     depth = 0
@@ -196,7 +196,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
         before = merged[-1] if merged else None
         if before is not None and before.is_graph:
             # Move the leading allocations and views of a part into the graph before it. Results
-            # that eager operators write to allocations then have fixed addresses and need no copy.
+            # that eager operators write to this memory then have fixed addresses and need no copy.
             while part.nodes and not _launches(part.nodes[0]):
                 before.nodes.append(part.nodes.pop(0))
             if not part.nodes:
@@ -207,7 +207,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
             before.nodes += part.nodes
             continue
         if not any(map(_launches, part.nodes)):
-            part.is_graph = False  # a part without launches would be an empty graph
+            part.is_graph = False  # a graph of a part without launches would be empty
         if before is not None and not part.is_graph and not before.is_graph:
             before.nodes += part.nodes
         else:

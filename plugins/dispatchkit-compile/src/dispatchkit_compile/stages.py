@@ -18,7 +18,7 @@ from dispatchkit_compile.tracing import Input, Role, Size
 
 __all__ = ["COMPILED_CODE", "Stage", "source_of"]
 
-#: The place of an error in code of a piece compiler, whose operations are unknown.
+#: Location reported for an error in a compiled piece, whose operations are unknown.
 COMPILED_CODE = "the compiled code"
 
 

@@ -1,8 +1,9 @@
 """A ``torch.compile`` backend that runs models with captured graphs.
 
 An entry point in the group ``torch_dynamo_backends`` registers the backend for
-``torch.compile(model, backend="dispatchkit", options={...})``. ``compile`` in this module also
-marks the batch dimension, so that one compilation serves every size.
+``torch.compile(model, backend="dispatchkit", options={...})``. The function ``compile`` in this
+module calls ``torch.compile`` with this backend, and marks the batch dimension so that one
+compilation serves every size.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Backend:
         return compiled
 
 
-def compile(  # noqa: A001 - as torch.compile is called
+def compile(  # noqa: A001 - named like torch.compile
     model: Callable[..., Any],
     *,
     batch: Mapping[str, int | None] | None = None,
@@ -114,14 +115,16 @@ def compile(  # noqa: A001 - as torch.compile is called
     """Compile a model so that one compilation serves every batch size.
 
     Args:
-        model: A module or function of tensors.
-        batch: The batch dimension of each argument, by parameter name; None for an argument that
-            is not batched, the default for arguments that are not listed. If ``batch`` is omitted,
-            tensors are batched in dimension 0 if they have the length of the first tensor.
+        model: A module, or a function that takes tensors.
+        batch: The batch dimension of each batched argument, by parameter name. Arguments that are
+            not listed, or listed with None, are not batched. If ``batch`` is omitted, tensors with
+            the same length as the first tensor are batched in dimension 0.
         fullgraph: Whether to raise an error if Dynamo cannot compile the model as a single graph.
-        skip_guards: Whether to skip Dynamo's guards after the first call. Types, shapes and
-            non-tensor arguments are still compared. Other values that the model's Python code
-            reads, such as attributes and globals, must not change.
+        skip_guards: Whether to skip Dynamo's guards after the first call. Each call is still
+            compared with the first call: the dtypes, devices and numbers of dimensions of tensors,
+            all other arguments, the training mode of the model, and whether gradients are enabled.
+            Other values that the model's Python code reads, such as attributes and globals, must
+            not change.
         **options: Fields of ``CompileOptions``.
 
     Raises:
@@ -137,9 +140,9 @@ class CompiledModel:
     Attributes:
         model: The original model.
         backend: The backend that compiles the model.
-        num_uncompiled: Number of calls that ran the original model. These calls occur only with
-            ``skip_guards``: they differ from the first call in more than the values and sizes of
-            tensors, for example in a dtype, a number, or the training mode.
+        num_uncompiled: Number of calls that ran the original model, which happens only with
+            ``skip_guards``. A call runs the original model if it differs from the first call in
+            more than the values and sizes of tensors, for example in a dtype or a number.
     """
 
     model: Callable[..., Any]
@@ -162,7 +165,7 @@ class CompiledModel:
         check_flag(fullgraph, "fullgraph")
         check_flag(skip_guards, "skip_guards")
         self.model, self.backend = model, backend
-        self.__wrapped__ = model  # for ``inspect``, and for runners whose step calls this object
+        self.__wrapped__ = model  # read by ``inspect``, and by runners whose step calls this object
         self.num_uncompiled: int = 0
         self._batch = batch
         self._signature = inspect.Signature()
@@ -192,7 +195,7 @@ class CompiledModel:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, compiled unless ``num_uncompiled`` counts the call."""
+        """Run the compiled model, or the original model (see ``num_uncompiled``)."""
         if self._skip_guards:
             facts = self._facts(args, kwargs)
             if self._first_facts is None:
@@ -230,7 +233,7 @@ class CompiledModel:
             mark_batch(value, dim % value.dim())
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the properties of the call that Dynamo would guard on, except tensor sizes."""
+        """Return the properties of a call that are compared if guards are skipped."""
         return (
             tuple(map(_fact, args)),
             tuple((name, _fact(value)) for name, value in kwargs.items()),

@@ -1,8 +1,8 @@
 """Trace a Python step into one graph that is valid for every batch size.
 
-Dynamo traces the step once, with an unknown batch size, without running it. Code that cannot be
-traced this way (a branch on data or on the size, an unsupported call) raises an error that names
-the line, because a graph specialized to one size would be wrong at any other size.
+Dynamo traces the step once, with an unknown batch size and without running the step. Code that
+cannot be traced this way (a branch on data or on the size, an unsupported call) raises an error
+that names the line, because a graph specialized to one size would be wrong at any other size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Size:
 
 @attrs.frozen
 class HeldTensor:
-    """A graph argument that is the same tensor in every step: a weight, a buffer, a cache."""
+    """A graph argument that is the same tensor in every step, such as a weight or a cache."""
 
     index: int
 
@@ -291,7 +291,7 @@ def _python_state(step: Callable[..., Any]) -> _ModuleState:
 
 
 def _restore_python_state(before: _ModuleState) -> list[str]:
-    """Restore attributes, and return the names of changed attributes."""
+    """Restore the changed attributes, and return their names."""
     changed = []
     for module, attributes, tables in before:
         now = vars(module)

@@ -1,4 +1,4 @@
-"""Combine several policies by priority; the first answer decides."""
+"""Ask several policies in order of priority; the first answer decides."""
 
 from __future__ import annotations
 

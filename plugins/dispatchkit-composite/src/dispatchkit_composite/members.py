@@ -102,7 +102,7 @@ class MemberState:
 
 
 def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> list[Member]:
-    """Return the members that are given as records, tables or strings.
+    """Read members from ``Member`` records, tables or strings.
 
     Raises:
         ConfigError: A member is invalid.
@@ -180,7 +180,7 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
 
 
 def member_state(member: Member, plugins: PluginSet | None = None) -> MemberState:
-    """Return the state of a new member, whose policy is created if given by name."""
+    """Return the initial state of a member, and create its policy if given by name."""
     policy = member.policy or member.name
     if isinstance(policy, str):
         plugins = load_plugins() if plugins is None else plugins

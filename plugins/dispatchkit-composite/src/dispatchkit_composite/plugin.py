@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "composite",
             CompositePolicy,
-            summary="Several policies by priority; the first answer decides",
+            summary="Asks several policies in order of priority; the first answer decides",
         )
     ]

@@ -40,7 +40,7 @@ _log = logging.getLogger("dispatchkit.composite")
 
 
 class CompositePolicy:
-    """A policy that asks its members by priority; the first answer decides.
+    """A policy that asks its members in order of priority; the first answer decides.
 
     If a member raises or violates a hard constraint, the fault is counted, and the next member is
     asked. After ``max_faults`` consecutive faults in one method, the member is suspended. A warning
@@ -48,15 +48,16 @@ class CompositePolicy:
     of the member that made them.
 
     Args:
-        members: List of ``Member`` records, tables with their attributes, or strings
-            (``name[=policy][:priority]``). A single string may list members separated by commas. By
-            default, the only member is ``vllm``.
+        members: List of members: ``Member`` records, dicts with the attributes of ``Member``, or
+            strings of the form ``name[=policy][:priority]``. A single string may list members
+            separated by commas. By default, the only member is ``vllm``.
         pyproject: Path of a TOML file that lists the members, instead of ``members``.
         max_faults: Number of consecutive faults in one method after which a member is suspended.
         plugins: Plugins that provide policies by name; by default, the installed plugins.
 
     Raises:
-        ConfigError: A member is invalid, or two members have the same name.
+        ConfigError: A member is invalid, two members have the same name, ``members`` and
+            ``pyproject`` are both given, or the file is invalid.
         UnknownNameError: A member refers to a policy that does not exist.
     """
 
@@ -116,7 +117,7 @@ class CompositePolicy:
 
         Raises:
             ConfigError: The name is invalid or already used.
-            UnknownNameError: No policy has this name.
+            UnknownNameError: ``policy`` (by default, ``name``) is not the name of a policy.
         """
         self._insert(member_state(Member(name, policy, priority, options)))
 
@@ -186,7 +187,8 @@ class CompositePolicy:
                 continue
             if answer.key is not None or batch.allows(RuntimeMode.NONE):
                 return answer
-            # The batch may not run eager. This is not a fault: a later member may choose a graph.
+            # The member chose eager, which the batch does not allow. This is not a fault: a later
+            # member may choose a graph.
             refused = refused or answer
         return refused
 
@@ -257,7 +259,7 @@ class CompositePolicy:
     def _guarded(self, one: MemberState, method: str, ask: Callable[..., Any], *args: Any) -> Any:
         try:
             answer = ask(one.policy, *args)
-        except Exception as error:  # noqa: BLE001 - a member may raise anything; it is counted
+        except Exception as error:  # noqa: BLE001 - any exception of a member is a fault
             self._record_fault(one, method, f"{type(error).__name__}: {error}")
             return None
         one.faults_in_a_row[method] = 0

@@ -17,6 +17,6 @@ def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:
         LanePolicySpec(
             "least-loaded", LeastLoaded, summary="Uses the lane with the least unfinished work"
         ),
-        LanePolicySpec("by-key", ByKey, summary="Assigns each graph to one lane, to save memory"),
+        LanePolicySpec("by-key", ByKey, summary="Runs each graph on fixed lanes, to save memory"),
         LanePolicySpec("priority", Priority, summary="Reserves lanes for urgent steps"),
     ]

@@ -107,8 +107,9 @@ class ByKey:
 class Priority:
     """A lane policy that reserves the last lanes, on high-priority streams, for urgent steps.
 
-    Urgent steps use the least loaded lane, preferring reserved lanes. Other steps share the
-    remaining lanes. If there is only one lane, all steps share it.
+    Urgent steps use a reserved lane, or the least loaded lane if every reserved lane has more
+    unfinished steps than another lane. Other steps share the remaining lanes. If there is only one
+    lane, all steps share it.
 
     Args:
         reserved: Number of reserved lanes; at least one lane is left for other steps.

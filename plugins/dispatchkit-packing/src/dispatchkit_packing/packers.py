@@ -1,9 +1,9 @@
 """Pack items into steps by first-fit decreasing, at the cheapest captured size.
 
-Bin packing is NP-hard. First-fit decreasing uses at most 11/9 of the minimum number of bins plus
-6/9 (Dósa, 2007). However, bins are padded to captured sizes and each step has a fixed cost, so the
-fewest bins are not always the cheapest: 33 tokens fit into one step of 64 tokens, or into two steps
-of 32 and 1.
+Bin packing is NP-hard. First-fit decreasing uses at most 11/9 times the minimum number of bins,
+plus 6/9 (Dósa, 2007). However, each bin becomes a step, which is padded to a captured size and has
+a fixed cost. The packing with the fewest bins is therefore not always the cheapest: 33 tokens fit
+into one step of 64 tokens, or into two steps of 32 and 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def first_fit_decreasing(lengths: Sequence[int], limits: PackingLimits) -> list[
 
     Args:
         lengths: Number of tokens of each item.
-        limits: Limits of a bin. An item of more than ``max_tokens`` gets a separate bin.
+        limits: Limits of a bin. An item with more than ``max_tokens`` tokens gets a separate bin.
 
     Returns:
         The indices of the items in each bin.
@@ -53,14 +53,14 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 class CheapestPacking:
     """A packer that compares first-fit decreasing packings with bins of different sizes.
 
-    It tries each captured size that fits the longest item, and returns the cheapest packing. This
-    packing never costs more than the packing of ``first_fit_decreasing``.
+    It tries each captured size that the longest item fits into, and returns the cheapest packing.
+    This packing never costs more than the packing of ``first_fit_decreasing``.
 
     Args:
         cost: Function that takes the number of tokens of a step and returns its cost in any unit,
             such as ``graph_us`` of a cost model. It is called with captured sizes, and with the
-            length of an item that no graph serves. By default, the cost is the number of tokens
-            plus 64.
+            number of tokens of a step that exceeds them all. By default, the cost is the number of
+            tokens plus 64.
 
     Raises:
         ConfigError: ``cost`` is not callable.

@@ -1,8 +1,8 @@
 """Capture sizes for real traffic: planning, simulation, calibration and reports.
 
-Names are imported on first use. Only calibration imports torch, because it runs a model. Hints,
-cost models and the memory forecast import neither torch nor numpy. Reports are in
-``dispatchkit_plan.report``.
+Names are imported on first use. Only ``dispatchkit_plan.calibration`` imports torch, because it
+runs models. Hints, cost models and ``forecast_memory`` import neither torch nor numpy. Reports are
+in ``dispatchkit_plan.report``.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def make_budget(
     model: CostModel | None,
     candidates: IntArray,
 ) -> Budget:
-    """Return the validated budget.
+    """Validate the arguments that limit a plan, and return the budget.
 
     Args:
         graphs: Number of graphs to plan.

@@ -11,7 +11,7 @@ curves are interpolated linearly. A model is stored as a JSON file::
 Optional fields:
 
 - ``piecewise_us``: the curve of steps with eager pieces between graphs.
-- ``graph_bytes`` and ``capture_us``: the memory and the capture time of one more graph.
+- ``graph_bytes`` and ``capture_us``: the memory and the capture time of each additional graph.
 - ``clock``: ``device``, or ``host`` if the times were measured without a device.
 
 ``eager_us``, ``graph_us`` and ``piecewise_us`` are times of whole steps.
@@ -85,7 +85,7 @@ class Curve:
             return points[0][1]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if num_tokens == x1:
-                return y1  # exact; interpolation from y0 could round
+                return y1  # exact; the interpolation below could round
             if num_tokens < x1:
                 return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
         slope = max(0.0, (y1 - y0) / (x1 - x0))
@@ -172,11 +172,11 @@ class CostModel:
     Attributes:
         name: Name for tables and messages.
         eager_us: Time of an eager step at its exact size.
-        graph_us: Time of a step replayed as one graph if possible, otherwise in pieces, by graph
-            size.
+        graph_us: Time of a replayed step, by graph size. Steps are replayed as one graph if
+            possible, otherwise in pieces.
         piecewise_us: Time of a step with eager pieces between graphs, by graph size; None to use
             ``graph_us``.
-        graph_bytes: Memory of one more graph, by graph size; None if not measured.
+        graph_bytes: Memory of each additional graph, by graph size; None if not measured.
         capture_us: Time of a capture, by graph size; None if not measured.
         source: Who measured what, on which device, with which versions.
         clock: ``device``, or ``host`` for times measured without a device, which do not predict
@@ -414,7 +414,7 @@ def check_cost_model(model: Any, setting: str) -> CostModel:
     """Check that a value is a ``CostModel``, and return it.
 
     Raises:
-        ConfigError: The object is not a ``CostModel`` of this package.
+        ConfigError: The value is not a ``CostModel`` of this package.
     """
     hint = "load_cost_model(name_or_path) returns a built-in model or reads a file."
     return check_instance(model, CostModel, setting, hint, allowed="a dispatchkit_plan.CostModel")
@@ -438,7 +438,7 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
             "cost model",
             name,
             BUILTIN_COST_MODELS,
-            "There is no file of this name either; `dispatchkit calibrate` writes one.",
+            "There is no file of this name either. `dispatchkit calibrate` writes cost models.",
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -497,8 +497,8 @@ BUILTIN_COST_MODELS: Mapping[str, CostModel] = {
         eager_us=[(385, 1135.0), (513, 1445.0), (769, 1946.0), (1025, 2507.0)],
         graph_us=[(512, 1330.0), (768, 1900.0), (1024, 2425.0), (2048, 4890.0)],
         source=_H100.format(
-            "8-layer MLP, width 4096. Eager was measured just above a bucket, and the graph at the "
-            "next bucket. "
+            "8-layer MLP, width 4096. Eager times were measured just above a bucket, and graph "
+            "times at the next bucket. "
             "Not measured below 385 (eager) and 512 (graph) tokens."
         ),
     ),

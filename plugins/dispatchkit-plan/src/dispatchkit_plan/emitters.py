@@ -136,7 +136,10 @@ def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     config = json.dumps({"cudagraph_capture_sizes": list(sizes)})
     notes = [
-        "Leave max_cudagraph_capture_size unset: if sizes are listed, it must equal the last size.",
+        (
+            "Leave max_cudagraph_capture_size unset: if sizes are listed, it must equal the "
+            "largest size."
+        ),
         (
             "With FULL_AND_PIECEWISE, each size is captured for mixed steps and, up to "
             "max_num_seqs x tokens per request, again for uniform decode."
@@ -227,6 +230,6 @@ EMITTERS: Mapping[str, Callable[[tuple[int, ...], int], EngineSettings]] = {
     "sglang-legacy": _sglang_legacy,
     "tensorrt-llm": _tensorrt_llm,
 }
-"""Emitter of each engine."""
+"""Functions that make the settings, by engine."""
 
 _DECODE_ONLY = frozenset({"sglang", "sglang-legacy", "tensorrt-llm"})

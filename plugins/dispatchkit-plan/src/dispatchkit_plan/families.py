@@ -1,10 +1,10 @@
 """Plan graphs for several kinds of steps within one budget.
 
 A graph for uniform decode does not serve mixed batches, and a graph captured for two adapters does
-not serve three. The steps are therefore divided into families by kind and LoRA count. Each family
-has its own sizes, and all families share one budget of graphs. For each family, ``optimal``
-computes the exact minimum cost for every number of sizes. The joint cost is also exact: to divide k
-graphs between two families, every split is compared.
+not serve batches with three. The steps are therefore divided into families by kind and LoRA count.
+Each family has its own sizes, and all families share one budget of graphs. For each family,
+``optimal`` computes the exact minimum cost for every number of sizes. The joint cost is also exact:
+to divide k graphs between two families, every split is compared.
 
 LoRA counts can share graphs: counts 1 to 8 can all use graphs captured for 8, or counts 1 to 3 can
 use graphs captured for 3. Every grouping of adjacent counts is compared. Without an extra cost per
@@ -88,7 +88,7 @@ class _Group:
     uniform: bool | None
     loras: int | None
     curve: SizeCurve
-    costs: FloatArray  # minimum cost with k sizes at index k - 1
+    costs: FloatArray  # at index k - 1, the minimum cost with k sizes
 
 
 @attrs.frozen(eq=False)
@@ -96,7 +96,7 @@ class JointCurve:
     """The best joint plan for each total number of graphs.
 
     Attributes:
-        costs: Minimum cost with k graphs at index k; inf if no plan has k graphs.
+        costs: At index k, the minimum cost with k graphs; inf if no plan has k graphs.
         choices: (group, number of sizes) pairs for each k; None if the cost is infinite.
     """
 
@@ -110,7 +110,7 @@ class JointCurve:
 
     @property
     def most(self) -> int:
-        """Maximum number of graphs of a plan."""
+        """Maximum number of graphs that a plan can use."""
         return int(np.flatnonzero(np.isfinite(self.costs))[-1])
 
     def plan(self, num_graphs: int) -> list[tuple[bool | None, int | None, tuple[int, ...]]]:
@@ -148,8 +148,8 @@ def joint_curve(
         objective: Objective to minimize.
         hedge: Hedge applied to the steps of each group.
         max_graphs: Maximum total number of graphs.
-        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction. At 0.02, a step
-            in a graph for 8 adapters costs 16% more.
+        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction. With 0.02, a
+            step in a graph for 8 adapters costs 16% more.
         separate_base: Whether steps without adapters run only in graphs captured without adapters.
     """
 
@@ -218,7 +218,7 @@ def served_excess_pct(
     families: Sequence[Family],
     objective: Objective,
 ) -> float:
-    """Return the excess cost of all families' plans over exact sizes, in percent."""
+    """Return the excess cost of the plans over graphs of exact sizes, in percent."""
     cost = floor = 0.0
     for family in families:
         top = len(family.demand) - 1
@@ -244,6 +244,6 @@ def _plan_for(
     )
     if larger:
         return plans[larger[0][1]]
-    # If no plan has a sufficient LoRA count, use the plan with the largest.
+    # If no plan has a sufficient LoRA count, use the plan with the largest count.
     same = [key for key in plans if key[0] == family.uniform] or list(plans)
     return plans[max(same, key=lambda key: key[1] or 0)]

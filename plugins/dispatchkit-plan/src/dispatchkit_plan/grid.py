@@ -7,8 +7,8 @@ of short items tend to differ in size from batches of long items, so each bucket
 sizes.
 
 ``plan_grid`` uses dynamic programming twice. For every range of values and every number of sizes,
-it finds the best sizes (``optimal``). It then divides the values into ranges, within one budget of
-graphs. The result is the exact optimum for the considered values and sizes.
+it finds the best sizes (see ``optimal``). It then divides the values into ranges, within one budget
+of graphs. The result is the exact optimum for the considered values and sizes.
 
 If the trace has more values or sizes than are considered, the planner bounds the distance from the
 optimum. It rounds all steps down to considered values and sizes. No plan for the original steps has
@@ -80,11 +80,11 @@ class GridPlan:
         num_graphs: Total number of graphs, over all buckets.
         waste_pct: Padding on the judged steps within the limits, as a percentage of the real work.
             Work is rows times positions.
-        excess_pct: Excess of the objective over its value if every batch had a graph of its exact
-            size and axis value, in percent. Equal to ``waste_pct`` without a cost model.
+        excess_pct: Excess cost of the plan over graphs with the exact size and axis value of each
+            batch, in percent. Equal to ``waste_pct`` without a cost model.
         gap_pct: Upper bound on the excess over the optimum for the planning steps, in percent of
             the optimum; 0 if the plan is optimal. None if no bound is known, because the plan is
-            hedged, or because a graph is faster than a smaller graph in the cost model.
+            hedged, or because the cost model has a graph that is faster than a smaller graph.
         product: Best combination of separately planned sizes and buckets, with at most the same
             number of graphs, judged on the same steps.
         future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
@@ -167,8 +167,8 @@ def plan_grid(
         max_value: Largest bucket; by default, the largest value.
         fit_on: ``all`` or ``first-half``.
         hedge: Mixture of histograms to plan hedged sizes for.
-        cost_model: Cost model, to minimize time instead of padding. If it was not measured along
-            the axis, a step of n rows with value v is assumed to take the time of n * v tokens.
+        cost_model: Cost model, to minimize time instead of padding. If it was measured without an
+            axis, a step of n rows with value v is assumed to take the time of n * v tokens.
 
     Raises:
         ConfigError: A setting is out of range, or the cost model was measured along another axis.
@@ -223,12 +223,13 @@ def ignored_axes(axes: Sequence[str]) -> str:
     if len(axes) == 1:
         return (
             f"The plan ignores the axis {axes[0]}: each size needs a graph for every bucket, but "
-            "the budget counts it once. To plan the buckets too, use plan_grid or --axis."
+            "the budget counts one graph per size. To plan the buckets too, use plan_grid or "
+            "--axis."
         )
     return (
         f"The plan ignores the axes {' and '.join(axes)}: each size needs a graph for every "
-        "combination of buckets, but the budget counts it once. To plan the buckets of one axis "
-        "too, use plan_grid or --axis."
+        "combination of buckets, but the budget counts one graph per size. To plan the buckets of "
+        "one axis too, use plan_grid or --axis."
     )
 
 

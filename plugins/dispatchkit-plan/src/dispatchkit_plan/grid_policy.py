@@ -29,7 +29,7 @@ class GridPolicy:
     do not affect which graphs are captured.
 
     Args:
-        grid: Capture sizes of each bucket of the axis, as returned by ``plan_grid``.
+        grid: Capture sizes of each bucket of the axis, such as the ``grid`` of a ``GridPlan``.
 
     Raises:
         ConfigError: The grid is empty, a bucket is repeated or has no sizes, or a bucket or size is

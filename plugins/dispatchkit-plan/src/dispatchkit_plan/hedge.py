@@ -1,15 +1,16 @@
 """Hedging: plan for traffic similar to the trace rather than for the trace itself.
 
 Sizes that are optimal for one trace overfit that trace. If sizes are planned on one minute of
-traffic, an unseen size of the next minute may be padded to the largest graph. The planner therefore
-optimizes for a mixture of three histograms: the trace's histogram, this histogram with each size
-spread over its neighborhood, and a small share of every size, proportional to 1/size.
+traffic, a size that first occurs in the next minute may be padded to the largest graph. The planner
+therefore optimizes for a mixture of three histograms: the trace's histogram, this histogram with
+each size spread over its neighborhood, and a histogram of all sizes with weights proportional to
+1/size.
 
 The shares are found by validation. The trace is divided into blocks. Each block after the first is
 held out once: for each mixture in a short list, sizes are planned on the earlier blocks and judged
-on the held-out block. The mixtures are then averaged, and a lower excess has more weight: a mixture
-with 1.03 times the lowest excess has about 40% of the weight of the best mixture.
-Only steps used for planning are used for validation.
+on the held-out block. The mixtures are then averaged. Mixtures with a lower excess cost have more
+weight: a mixture with 1.03 times the lowest excess has about 40% of the weight of the best mixture.
+Validation uses only the steps that the plan is made from.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Hedge:
 
 
 def _spread(demand: FloatArray, width: float) -> FloatArray:
-    """Spread each size evenly over the integers within ±width of it."""
+    """Spread each size evenly over the integers within ±width, a fraction of the size."""
     top = len(demand) - 1
     sizes = np.flatnonzero(demand[1:]) + 1
     low = np.maximum(1, np.ceil(sizes * (1 - width) - 1e-9)).astype(np.int64)
@@ -126,7 +127,7 @@ NO_HEDGE = Hedge(own=1.0)
 """No hedge: plan for the trace itself."""
 
 FALLBACK_HEDGE = Hedge(own=0.6, spread=((0.25, 0.38),), prior=0.02)
-"""Hedge without validation, for steps of unknown order or traces with too few steps."""
+"""Hedge for traces that are too short for validation, or whose order of steps is unknown."""
 
 _WIDTHS = (0.12, 0.25, 0.5)
 HEDGE_CANDIDATES: tuple[Hedge, ...] = tuple(

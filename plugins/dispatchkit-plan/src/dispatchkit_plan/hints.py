@@ -24,8 +24,8 @@ class Hint:
         free_tokens: Number of tokens that can be added at no extra cost.
         free_requests: Number of requests of ``query_len`` tokens that can be added at no extra
             cost.
-        shrink_by: Number of tokens to remove to reach the next smaller bucket; None if the bucket
-            is the smallest.
+        shrink_by: Number of tokens to remove to reach the next smaller bucket; None if there is no
+            smaller bucket.
     """
 
     bucket: int | None
@@ -37,12 +37,12 @@ class Hint:
 def free_tokens(table: Sequence[int], num_tokens: int) -> int:
     """Return the number of tokens that still fit into a step's bucket.
 
-    It is 0 if the step exceeds the largest bucket.
+    The number is 0 if the step exceeds the largest bucket.
 
-    The call is one list access and one subtraction, cheap enough for every scheduling decision.
+    A call takes one list access and one subtraction, cheap enough for every scheduling decision.
 
     Args:
-        table: Padding table for sizes 0 to the largest (``dispatchkit.keys.padding_table``).
+        table: Padding table, as returned by ``dispatchkit.keys.padding_table``.
         num_tokens: Number of tokens of the step so far, at least 0.
 
     Raises:
@@ -71,7 +71,7 @@ def hint(
     """Return the free capacity in the bucket of a step.
 
     Args:
-        table: Padding table for sizes 0 to the largest (``dispatchkit.keys.padding_table``).
+        table: Padding table, as returned by ``dispatchkit.keys.padding_table``.
         num_tokens: Number of tokens of the step so far.
         query_len: Number of tokens of each added request.
         num_reqs: Number of requests of the step so far; required with ``max_num_seqs``, otherwise
@@ -79,7 +79,8 @@ def hint(
         max_num_seqs: Maximum number of requests of a step.
 
     Raises:
-        DescriptorError: A number is negative, or ``query_len`` is below 1.
+        DescriptorError: A number is negative, ``query_len`` is below 1, or ``max_num_seqs`` is
+            given without ``num_reqs``.
     """
     if query_len < 1:
         raise DescriptorError("query_len", query_len, "at least 1")

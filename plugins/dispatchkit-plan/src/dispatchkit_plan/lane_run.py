@@ -20,7 +20,7 @@ from dispatchkit_plan.scenario import Scenario
 
 __all__ = ["PENDING", "LaneRun", "Steps", "Tally"]
 
-#: Reason that a runner counts for an eager step whose graph has not been captured yet.
+#: Reason under which a runner counts an eager step whose graph has not been captured yet.
 PENDING = "capture_pending"
 _NO_GRAPH = object()  # placeholder for a captured graph
 _MAX_DENSE_CELLS = 1 << 24
@@ -70,7 +70,8 @@ class Steps:
             raise ConfigError(
                 "max_num_tokens",
                 config.max_num_tokens,
-                f"at least {int(tokens.max())}, the largest step of {trace.source}",
+                f"at least {int(tokens.max())}, the number of tokens of the largest step of "
+                f"{trace.source}",
             )
         lengths = column("max_query_len") if "max_query_len" in names else uniform
         query = np.zeros(len(trace), dtype=np.int64)

@@ -188,7 +188,7 @@ def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
             "sizes of samples",
             [s.size for s in taken],
             "distinct and in descending order",
-            "Capture them in this order.",
+            "Capture the largest size first.",
         )
     if any(a.reserved_bytes > b.reserved_bytes for a, b in itertools.pairwise(taken)):
         raise ConfigError(
@@ -212,8 +212,8 @@ def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, f
     """Return the minimum, expected and maximum increment of a size without a sample."""
     smaller = [(s, value) for s, value in increments if s < size]
     larger = [(s, value) for s, value in increments if s > size]
-    # Increments should grow with size. Because the measured increments may not, the bounds include
-    # those of all smaller sizes and of the next larger size.
+    # Increments should grow with size, but measured increments sometimes do not. The bounds
+    # therefore include the increments of all smaller sizes and of the next larger size.
     least = min((value for _, value in smaller), default=0)
     most = max((value for _, value in increments), default=0)
     if larger:

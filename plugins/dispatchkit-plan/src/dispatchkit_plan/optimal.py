@@ -8,9 +8,9 @@ set of k - 1 smaller sizes. Every end ``j - 1`` of the smaller set is compared, 
 lowest total cost is kept. The last size is always the largest candidate, so that every set covers
 the same batches.
 
-With M candidates, one pass computes the whole curve for k = 1 to K in K x M^2 / 2 steps. If costs
-grow with the padded size, the best ``j`` never decreases as i or k increases, so most of this work
-is skipped.
+With M candidates, one pass computes the whole curve for k = 1 to K in K x M^2 / 2 operations. If
+costs grow with the padded size, the best ``j`` never decreases as i or k increases, so most of this
+work is skipped.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class SizeCurve:
 
     Attributes:
         candidates: Sizes that may be captured, ascending.
-        costs: Minimum cost with k sizes at index k - 1; inf if k sizes are not possible.
+        costs: At index k - 1, the minimum cost with k sizes; inf if k sizes are not possible.
         back: Best ``j`` (see the module docstring) for each number of sizes and each last
             candidate.
     """

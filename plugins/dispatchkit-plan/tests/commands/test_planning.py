@@ -156,7 +156,7 @@ def test_sizes_that_deserve_a_graph_are_listed_with_what_they_save(run: Any) -> 
 def test_exact_sizes_alone_name_the_policy_that_serves_them(run: Any) -> None:
     done = run(*OWN[:2], "--max-waste", "0", *OWN[4:], "--graphs", "3")
     assert done.code == 0
-    assert "threshold with max_waste=0" in done.out
+    assert "policy `threshold` with max_waste=0" in done.out
 
 
 def test_without_sizes_to_capture_no_settings_are_printed(run: Any, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ The time of a step is the time, on host and device, that it adds to a sequence o
 - ``waited``: each step is launched after the previous step has ended, as in a loop that reads
   sampled tokens. The time of a step is the sum of host and device time, minus their overlap.
 
-With a backend without timing events, such as the tape, times are host times, and the ``clock`` of
-the cost model is ``host``.
+If the backend has no timing events (for example, the tape), times are host times, and the ``clock``
+of the cost model is ``host``.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ _STEADY = 0.25
 _BUSY = 0.5
 
 Pace = Literal["queued", "waited"]
-#: Duration of a sample in microseconds, to limit the influence of its first and last step. Samples
-#: of very short steps are shorter, because a sample has at most ``_MAX_STEPS`` steps.
+#: Duration of a sample in microseconds, long enough that its first and last step have little
+#: influence. Samples of very short steps are shorter, because a sample has at most ``_MAX_STEPS``
+#: steps.
 _SAMPLE_US = 5_000.0
 _MAX_STEPS = 200
 _LEAD_IN = 2
@@ -78,11 +79,11 @@ def calibrate(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> CostModel:
-    """Return the measured costs of a step: eager and replayed times, memory and capture times.
+    """Measure the costs of a step: eager and replayed times, memory and capture times.
 
     Args:
-        step: Runner, which is not changed, or a step to create a runner for: a function, a module,
-            or pieces.
+        step: Runner, which is not changed, or a function, module or list of pieces to create a
+            runner for.
         inputs: Static inputs, if ``step`` is not a runner.
         example: One tensor for each input, instead of ``inputs``.
         sizes: Sizes to capture and replay; by default, the runner's sizes.
@@ -95,7 +96,7 @@ def calibrate(
             the previous step has ended; see the docstring of the module.
         samples: Number of samples per size and mode; the model contains their median.
         name: Name of the cost model; by default, the names of the step and the device.
-        progress: Function that is called with the number of finished samples and of all samples.
+        progress: Function that is called with the number of finished samples and the total number.
         settings: Further settings of the runner (``backend``, ``state``, ``mode``...), if ``step``
             is not a runner.
 
@@ -124,7 +125,7 @@ def calibrate(
             raise ConfigError("mode", str(runner.config.mode), allowed)
         axes = runner.config.axes
         if len(axes) > 1:
-            allowed = "at most one axis, because costs are measured along one axis"
+            allowed = "a list of at most one axis, because costs are measured along a single axis"
             raise ConfigError("axes", [axis.name for axis in axes], allowed)
         graphs = {value: _capture(runner, value) for value in _values(runner)}
         eager = sorted(set(asked)) or _eager_sizes(runner)
@@ -308,7 +309,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
 class _Times:
     """Median time of a step in microseconds, and the relative spread of its samples.
 
-    The spread is the interquartile range, or the range of fewer than four samples.
+    The spread is the interquartile range, or the full range if there are fewer than four samples.
     """
 
     median: float
@@ -351,7 +352,7 @@ def _run(runner: GraphRunner, mode: RuntimeMode, arguments: Mapping[str, Any]) -
 
 
 def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds per step, launching the steps without waiting."""
+    """Return the microseconds per step, measured without waiting between steps."""
     start, end = backend.new_event(timing=True), backend.new_event(timing=True)
     backend.synchronize()
     for _ in range(_LEAD_IN):
@@ -365,7 +366,7 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
 
 
 def _steadiness(times: Mapping[Arm, _Times], samples: int) -> str:
-    """Return a sentence that says how steady the samples are."""
+    """Describe how much the samples vary."""
     if samples == 1:
         return "A single sample does not show how much the times vary."
     extent = "interquartile range" if samples >= 4 else "range"  # see _summary
@@ -384,7 +385,7 @@ def _steadiness(times: Mapping[Arm, _Times], samples: int) -> str:
 
 
 def _waited(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds per step, waiting for the end of each step before the next."""
+    """Return the microseconds per step, measured with a wait after each step."""
     run()
     backend.synchronize()
     start = time.perf_counter_ns()
@@ -403,7 +404,7 @@ def _summary(us: list[float]) -> _Times:
 
 
 def _eager_sizes(runner: GraphRunner) -> list[int]:
-    """Return the sizes to run eager: captured sizes, and larger sizes up to the limit."""
+    """Return the sizes to run eager: captured sizes, and more up to ``max_num_tokens``."""
     sizes = set(runner.config.sizes)
     size, limit = max(sizes), runner.config.max_num_tokens
     while size < limit:
@@ -420,7 +421,7 @@ def _source(
     samples: int,
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
-    clock = {"queued": "timing events", "waited": "the host clock, read after each step"}[pace]
+    clock = {"queued": "timing events", "waited": "the host clock"}[pace]
     if not runner.backend.capabilities.device_timing:
         clock = "the host clock, because the backend has no timing events"
     launched = {"queued": "without waiting", "waited": "one at a time"}[pace]

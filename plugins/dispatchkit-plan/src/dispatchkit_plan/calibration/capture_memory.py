@@ -1,4 +1,4 @@
-"""Forecast the memory of graphs captured by any code, from a few samples."""
+"""Forecast the memory of graphs that any code captures, from a few sample captures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def forecast(
         warm_up: Function that runs the step at a size. It is called for each sampled size before
             the first capture, so that kernels and libraries loaded on first use are not counted.
         backend: Backend of the device, or its name. It must report the memory of the device.
-        progress: Function that is called with (done, total) captured sizes.
+        progress: Function that is called with the number of captured sizes and the total number.
 
     Raises:
         ConfigError: A setting is invalid, or the backend does not report memory.
@@ -91,5 +91,5 @@ def forecast(
     if progress is not None:
         progress(len(chosen), len(chosen))
     is_device = torch.device(device.torch_device).type == "cuda"
-    # Other devices, including the tape, allocate exact sizes instead of whole segments.
+    # Other backends, including the tape, allocate exact sizes instead of whole segments.
     return forecast_memory(taken, wanted, segment_bytes=SEGMENT_BYTES if is_device else 0)

@@ -1,9 +1,8 @@
 """Measure the memory of graphs, and forecast it from a few captures.
 
 A graph uses memory in three places: the pool that torch reserves, the outputs that graphs share,
-and the driver, which keeps an executable form of each graph. torch does not report the memory of
-the driver. The driver's memory is computed as the device's used memory minus the memory reserved by
-torch.
+and the driver, which keeps an executable form of each graph. torch does not report the driver's
+memory, so it is computed as the used memory of the device minus the memory that torch reserved.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class EverySizePolicy:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision:
-        """Return a decision to replay the smallest ready graph, a FULL graph if possible."""
+        """Return a decision to replay the smallest ready graph, preferably a FULL graph."""
         for mode in _GRAPH_MODES:
             if batch.allows(mode):
                 for key in graphs.covering(batch, mode):
@@ -197,7 +196,7 @@ class MemoryMeter:
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return the growth of the device's memory outside torch in bytes, for all processes."""
+        """Return the growth in bytes of device memory outside torch, over all processes."""
         return max(0, self._outside_torch() - self._outside)
 
 
@@ -216,7 +215,7 @@ def forecast_graph_memory(
     Args:
         step: Runner to copy, or a step to create a runner for. The runner is not changed.
         samples: Maximum number of sizes to capture, at least 2.
-        progress: Function that is called with (done, total) captured sizes.
+        progress: Function that is called with the number of captured sizes and the total number.
         options: ``sizes``, by default the runner's sizes. If ``step`` is not a runner, also
             ``inputs`` or ``example``, and further settings of the runner.
 
@@ -239,7 +238,7 @@ def forecast_graph_memory(
                 "a list of at least two sizes with graphs",
                 message=""
                 if sizes
-                else f"The runner can capture no graph in mode {runner.config.mode.name}.",
+                else f"The runner cannot capture graphs in mode {runner.config.mode.name}.",
                 hint="" if sizes else "Set mode='FULL', and at least two sizes.",
             )
         runner.controls.warm_up()
@@ -265,5 +264,5 @@ def forecast_graph_memory(
     if progress is not None:
         progress(len(chosen), len(chosen))
     is_device = torch.device(runner.backend.torch_device).type == "cuda"
-    # Other devices, including the tape, allocate exact sizes instead of whole segments.
+    # Other backends, including the tape, allocate exact sizes instead of whole segments.
     return forecast_memory(taken, sizes, segment_bytes=SEGMENT_BYTES if is_device else 0)

@@ -29,7 +29,7 @@ def explain_trace(path: Path, settings: Settings, *, show_all: bool, as_json: bo
     Args:
         path: Path of any file that ``read_steps`` accepts.
         settings: Policy, sizes, limits and cost model.
-        show_all: Whether to print all decisions instead of only the most expensive.
+        show_all: Whether to print all decisions, instead of only the most expensive ones.
         as_json: Whether to print JSON instead of tables.
     """
     account = account_of(read_steps(path), settings, load_cost_model(settings["cost_model"]))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FitOn(enum.StrEnum):
-    """Steps to plan on."""
+    """Which steps of a trace to plan on."""
 
     ALL = "all"
     FIRST_HALF = "first-half"
@@ -81,9 +81,10 @@ def plan(
             "--max-size",
             metavar="N",
             help=(
-                "Largest size, always captured and counted as a graph. Default: 512; with --axis, "
-                "the largest step. With --beside or --max-waste, larger steps are not considered; "
-                "default: the largest size in the cost model or in --beside."
+                "Largest size, always captured and counted as a graph; by default, 512, or with "
+                "--axis, the size of the largest step. With --beside or --max-waste, larger steps "
+                "are not considered; the default is then the largest size in the cost model or in "
+                "--beside."
             ),
             show_default=False,
         ),
@@ -125,7 +126,7 @@ def plan(
         typer.Option(
             "--beside",
             metavar="A,B,...",
-            help="Sizes that have a graph; plan additional sizes whose graphs save time.",
+            help="Sizes that already have a graph; plan additional sizes whose graphs save time.",
         ),
     ] = None,
     max_waste: Annotated[
@@ -134,8 +135,8 @@ def plan(
             "--max-waste",
             metavar="SHARE",
             help=(
-                "Plan for the policy threshold: a step runs eager if more than this share of its "
-                "graph would be padding. At 0, only exact sizes replay."
+                "Plan for the policy `threshold`: a step runs eager if more than this share of its "
+                "graph would be padding. With 0, only steps of a captured size are replayed."
             ),
         ),
     ] = None,
@@ -261,7 +262,7 @@ def plan(
                 axis,
                 "omitted with a file of counts",
                 "Use a step trace.",
-                message="--axis requires a trace with axes, but a file of counts has none.",
+                message="--axis requires a trace with axes, but a file of counts has no axes.",
             )
         if graphs is None:
             raise ConfigError(
@@ -310,7 +311,7 @@ def plan(
 
 
 def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
-    """Raise ``ConfigError`` if a flag is given that has no effect in this kind of plan."""
+    """Raise ``ConfigError`` if a given flag has no effect on this kind of plan."""
     for flag, is_given in flags:
         if is_given:
             raise ConfigError(
@@ -405,7 +406,9 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
         "considered."
     )
     if made.max_waste < 1 and made.sizes:
-        out.print(f"The sizes are for the policy threshold with max_waste={made.max_waste:g}.")
+        out.print(
+            f"The sizes are planned for the policy `threshold` with max_waste={made.max_waste:g}."
+        )
     if settings is not None:
         show_settings(settings, out)
     for warning in made.warnings:

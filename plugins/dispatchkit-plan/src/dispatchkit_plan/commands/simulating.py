@@ -97,7 +97,7 @@ def simulate(
         typer.Option(
             "--ranks",
             metavar="N",
-            help="Number of ranks that run each step together.",
+            help="Number of ranks; consecutive steps of the trace, one per rank, run together.",
         ),
     ] = 1,
     seed: Annotated[
