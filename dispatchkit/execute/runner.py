@@ -74,8 +74,8 @@ class GraphRunner:
         outputs: ``owned`` returns new tensors from each call. ``view`` returns results that are
             valid until the runner's next call or, for submitted steps, until the lane's next step.
         state: Tensors that the step changes, such as a KV cache, or a ``StepState`` with tensors,
-            scratch tensors and generators. Warmups change scratch tensors; all other state is
-            restored.
+            scratch tensors and generators. Warmups may change scratch tensors; all other
+            state is restored after warmups.
         lazy: Whether to capture a key when a call first needs it.
         lanes: Number of lanes for ``submit``: streams with separate buffers, graphs, tables and
             budgets. ``Lanes(4, policy)`` also sets a lane policy, and ``Lanes(memory=memory)`` sets
@@ -324,7 +324,7 @@ class GraphRunner:
             keys: Keys to capture; by default all declared keys. Each lane captures the keys that
                 the lane policy assigns to it.
             progress: True to show progress on stderr, or a function that is called with ``(done,
-                total, key)``, where ``key`` is the next key; None at the end.
+                total, key)``, where ``key`` is the next key, or None at the end.
             again: Whether to also capture keys that have failed too often to be retried otherwise.
 
         Returns:
@@ -406,11 +406,11 @@ class GraphRunner:
     ) -> Explanation:
         """Explain how a batch would run now, without running it.
 
-        The explanation is for the first lane and the modes of this thread (such as autocast),
-        because a graph serves only the modes of its capture. The explanation cannot predict
-        failures that occur only when the step runs, such as a failed replay. It includes the times
-        of earlier steps with this decision if the policy requested measurements. Call ``drain``
-        first to read the latest times.
+        The explanation is for the first lane and the current state of this thread, such as
+        autocast, because a graph serves only steps in the same state as its capture. The
+        explanation cannot predict failures that occur only when the step runs, such as a failed
+        replay. It includes the times of earlier steps with this decision if the policy requested
+        measurements. Call ``drain`` first to read the latest times.
 
         Args:
             num_tokens: Number of tokens in the batch.
@@ -528,7 +528,7 @@ class GraphRunner:
         )
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record the arguments of each step; replace an earlier recording.
+        """Record the arguments of each step, replacing an earlier recording.
 
         Args:
             capacity: Number of steps to keep. Older steps are overwritten, and the recorder counts

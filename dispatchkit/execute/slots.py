@@ -223,8 +223,8 @@ class SlotRows:
             raise InputError(
                 name,
                 f"Rows of {name!r} must have shape {tuple(want)} in this step, "
-                f"got {tuple(value.shape)}. Assign one row per row of the step, or write parts of "
-                f"rows: slots.bank({name!r})[slots.index, ...] = value.",
+                f"got {tuple(value.shape)}. Assign as many rows as the step has, with padding, "
+                f"or write parts of rows: slots.bank({name!r})[slots.index, ...] = value.",
             )
         if value.dtype is not bank.tensor.dtype:
             raise InputError(

@@ -73,7 +73,7 @@ class SplitPlan:
         counters: Step counters, which count the parts separately if any part ran eager.
         inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         eager: Runner of eager steps, for parts whose graph cannot be used.
-        lifecycle: Life cycle of the lane's graphs, which proves that rows are independent.
+        lifecycle: Lifecycle of the lane's graphs, used to prove that rows are independent.
         lane: Lane that the steps run on.
         timer: Timer of the whole step, if the decision requests measurements.
         checker: Checker in check mode, otherwise None.
@@ -238,7 +238,7 @@ class LazySplitPlan:
         inputs: Static inputs, or the ``AxisInputs`` of a runner with axes.
         registry: Registry in which the graphs of the parts are looked up.
         eager: Runner of eager steps, for steps that run before all parts have graphs.
-        lifecycle: Life cycle of the lane's graphs, which captures the parts.
+        lifecycle: Lifecycle of the lane's graphs, used to capture the parts.
         lane: Lane that the steps run on.
     """
 

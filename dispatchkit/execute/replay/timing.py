@@ -204,7 +204,7 @@ class Timings:
             on_device = head.start.elapsed_us(head.end)
             host_us = self._host_us(head) if self._clock == "device" else None
             # If earlier work is pending, the events measure only the device. A device that is
-            # faster than the host would soon have no pending work, and then wait for the host.
+            # faster than the host soon waits for it, so a share of the host time is the minimum.
             elapsed = max(on_device, HOST_SHARE * (host_us or 0.0))
             latest = self._read.setdefault(
                 (_times_key(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)

@@ -3,8 +3,8 @@
 A graph replays kernels but no Python. A step that assigns an attribute, increments a counter,
 appends to a list or rebinds a global therefore computes different results in a replay. A warmup on
 dummy rows would also change this state. Before a run, ``PythonState`` records every container that
-the step reaches. ``changes`` returns the changed entries that the step names, and
-``records.restore`` restores them.
+the step reaches. ``changes`` returns the changed entries that the step's code refers to,
+and ``records.restore`` restores them.
 
 A walk through the objects of the step finds the containers. It starts at the modules of the step,
 the object that a method is bound to, closure cells, globals and attributes of Python modules that
@@ -201,7 +201,7 @@ class PythonState:
             self._data = []
 
     def changes(self) -> tuple[Entry, ...]:
-        """Return the changed entries that the step names, nearest to the step first.
+        """Return the changed entries that the step's code refers to, nearest to the step first.
 
         Other entries do not count. The owner of the step may hold objects for other purposes, and
         another thread may change these objects.
@@ -224,7 +224,7 @@ class PythonState:
         return self._values_read
 
     def iterators_read(self) -> tuple[Entry, ...]:
-        """Return the iterators that the step's code names."""
+        """Return the iterators that the step's code refers to."""
         found = [Entry(one, "") for one in self._records if one.kind is ITERATOR]
         iterators = self._read_by_step(found) if found else ()
         if not iterators or self._names_read() & _DYNAMIC:
@@ -262,7 +262,7 @@ class PythonState:
                 yield Entry(record, "data")
 
     def _read_by_step(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-        """Return the entries that the code of the step names.
+        """Return the entries that the step's code refers to by name.
 
         The names in a function's code lead to further functions. Methods that ``forward`` does not
         name, directly or indirectly, are excluded, as is everything that only these methods read.

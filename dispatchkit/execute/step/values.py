@@ -2,12 +2,11 @@
 
 A graph contains the address of each weight and the outcome of each branch at its capture. Replacing
 a weight, switching an adapter or changing a configuration field therefore has no effect on the
-graph. Every sixteenth step of a lane compares the next sixteen values. If torch reports that a
-parameter, buffer or submodule was assigned, the next replay compares all values.
+graph. Every sixteenth step of a lane compares the next sixteen values of each round. If torch
+reports that a parameter, buffer or submodule was assigned, the next replay compares all values.
 
-The values of objects, modules and functions are compared in one round. The values of classes, and
-of globals named in their code, are compared in a separate round, because libraries have many tables
-that rarely change.
+One round covers the values of objects, modules and functions. A separate round covers the values of
+classes and of globals named in their code, because libraries have many tables that rarely change.
 
 Delay until a change is detected:
 

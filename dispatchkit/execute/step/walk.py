@@ -120,10 +120,10 @@ def _inside(value: Any) -> Any:
 def _of_attributes(value: Any, path: str) -> Iterator[Record | Node]:
     """Yield the attributes, slots and class of an object.
 
-    Library objects are not entered, because they have internal state, such as the cache of a
-    logger. The exceptions are torch modules and classes for user-defined attributes, such as
-    ``SimpleNamespace``. Runners and objects declared as bookkeeping are not part of the step's
-    state.
+    Of library objects, only plain values and tensors in public attributes are recorded, because
+    other attributes are internal, such as the cache of a logger. The exceptions are torch modules
+    and classes for user-defined attributes, such as ``SimpleNamespace``. Runners and objects
+    declared as bookkeeping are not part of the step's state.
     """
     cls: Any = type(value)
     owner = cls.__qualname__
