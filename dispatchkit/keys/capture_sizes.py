@@ -444,7 +444,7 @@ def rounds_for_query_len(mode: CUDAGraphMode, query_len: int, generation: str = 
 
 
 def padding_table(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return the padded size of each batch from 0 tokens to the largest size.
+    """Return a table with the padded size of each number of tokens up to the largest size.
 
     Entry n is the smallest size of at least n, and entry 0 is 0. Without sizes, the table contains
     only entry 0.

@@ -335,7 +335,7 @@ def resolve_mode(
     Raises:
         ConfigError: FULL was requested for mixed batches, but the level is NEVER.
 
-    Source: the behavior of vLLM 0.33 before it initializes its keys.
+    The rules are those that vLLM 0.33 applies before it initializes its graph keys.
     """
     resolved = wanted = CUDAGraphMode.parse(mode)
     levels = (

@@ -1,4 +1,4 @@
-"""Counters of a runner: ints that steps increment, aggregated when read."""
+"""Counters of a runner: steps increment plain ints, and reading aggregates them."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class StepRecorder:
                 is_uniform, longest = False, None  # the counts contradict the query class
             if not tokens:
                 longest = 0
-            elif longest is not None:  # the maximum of the query class, at most the batch's tokens
+            elif longest is not None:  # the limit of the query class may exceed the batch's tokens
                 longest = min(longest, tokens)
             axes = dict(zip(names, values, strict=True))
             steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))

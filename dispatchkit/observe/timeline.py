@@ -94,11 +94,11 @@ class Timeline:
     # -- rare events ----------------------------------------------------------------------
 
     def on_capture(self, event: CaptureEvent) -> None:
-        """Add a span for a capture that ends now."""
+        """Add a span for a capture that has just ended."""
         self._add_rare(f"capture {event.key}", event.elapsed_us, num_bytes=event.num_bytes)
 
     def on_capture_failed(self, event: CaptureFailedEvent) -> None:
-        """Add a span for a failed capture that ends now."""
+        """Add a span for a failed capture that has just ended."""
         self._add_rare(f"failed capture {event.key}", event.elapsed_us, reason=event.reason)
 
     def on_evict(self, event: EvictEvent) -> None:

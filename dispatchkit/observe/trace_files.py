@@ -205,7 +205,7 @@ def write_error(path: str, error: OSError | ValueError) -> TraceError:
 
 @contextlib.contextmanager
 def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file for writing; it replaces the target if the block succeeds.
+    """Open a text file for writing; it replaces the target if the ``with`` block succeeds.
 
     Raises:
         TraceError: The file cannot be written. An existing target is kept.
@@ -214,7 +214,7 @@ def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
         with contextlib.ExitStack() as closing:
             out: IO[bytes] = closing.enter_context(whole_file(path))
             if Path(path).suffix == ".gz":
-                # No time stamp, so that equal steps result in equal bytes.
+                # No timestamp, so that equal content results in equal bytes.
                 packed: Any = gzip.GzipFile(filename="", fileobj=out, mode="wb", mtime=0)
                 out = closing.enter_context(packed)
             text = io.TextIOWrapper(out, encoding="utf-8", newline="\n")

@@ -54,8 +54,8 @@ class PolicyWithPlugins:
     Created by ``PluginSet.with_policy``.
 
     Attributes:
-        plugins: Plugins that provide the policy, backend and lane policy given by name. Their
-            observers receive the runner's events.
+        plugins: Plugins in which the runner looks up policies, backends and lane policies by name.
+            Their observers receive the runner's events.
         policy: Name of the policy, or an object; None for the policy that a plugin selects, or else
             the default policy.
     """

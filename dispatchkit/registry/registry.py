@@ -16,7 +16,7 @@ from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry.entry import GraphEntry, KeyState
 
-# What keys that differ only in size have in common: mode, uniform query length, maximum query
+# The properties shared by keys that differ only in size: mode, uniform query length, maximum query
 # length, adapters and axes.
 _Family = tuple[RuntimeMode, int, int | None, int, tuple[int, ...]]
 # Size, serial number of the declaration, key. Sorting never compares keys, because serial numbers
@@ -85,7 +85,7 @@ class GraphRegistry:
 
     @property
     def entries(self) -> Mapping[GraphKey, GraphEntry]:
-        """All entries by key, live and read-only."""
+        """All entries by key, as a read-only view that follows later changes."""
         return MappingProxyType(self._entries)
 
     def __contains__(self, key: object) -> bool:
@@ -179,7 +179,7 @@ class GraphRegistry:
             )
 
     def evicted(self, key: GraphKey, reason: str = "budget") -> GraphEntry:
-        """Release the graph of a captured or stale key."""
+        """Mark a captured or stale key as evicted, and release its graph."""
         with self.lock:
             self._require(key, KeyState.CAPTURED, KeyState.STALE, change="be evicted")
             return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
