@@ -26,7 +26,7 @@ __all__ = ["TokenBudget", "weigh_token_budget"]
 
 @attrs.frozen
 class TokenBudget:
-    """Verdict on a graph at the token budget.
+    """Verdict on a graph at the token budget, the scheduler's maximum number of tokens per step.
 
     Attributes:
         size: Size of the graph, in tokens.

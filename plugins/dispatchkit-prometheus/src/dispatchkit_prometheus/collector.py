@@ -24,7 +24,7 @@ _COUNTS = (
     ("dispatchkit_evictions", "Number of evicted graphs.", "evictions"),
     ("dispatchkit_failed_steps", "Number of steps that raised an exception.", "failed_steps"),
 )
-# (metric, help text, field of the statistics, label of its keys)
+# (metric, help text, field of the statistics, label for the keys of the field)
 _TABLES = (
     (
         "dispatchkit_steps",

@@ -1,8 +1,9 @@
 """Exchanges of small rows of integers over a process group, each with a time limit.
 
 A failed collective leaves connections in an undefined state, so the first failure ends the
-agreement. The rank leaves a note in the store and closes its process group, which wakes the other
-ranks. It then reads the notes of all ranks to find the rank that caused the failure.
+agreement. The rank leaves a note in the torch.distributed store and closes its process group, which
+wakes the other ranks. It then reads the notes of all ranks to find the rank that caused the
+failure.
 """
 
 from __future__ import annotations

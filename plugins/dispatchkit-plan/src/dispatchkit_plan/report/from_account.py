@@ -43,7 +43,7 @@ WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
 
 
 def waste_plan(source: object, max_size: int) -> WastePlan | str:
-    """Return the planner's curve and the padding of known lists, or why planning failed."""
+    """Return the planner's curve and the padding of well-known lists, or why planning failed."""
     try:
         from dispatchkit_plan import plan_sizes
 

@@ -38,7 +38,7 @@ __all__ = [
 
 @attrs.frozen(order=True)
 class StepKind:
-    """Features of a step that planning distinguishes.
+    """Features by which planning distinguishes steps.
 
     Attributes:
         num_tokens: Number of real tokens.
