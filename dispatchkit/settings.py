@@ -8,7 +8,7 @@ A setting has the same name, meaning and error message in all sources::
     dispatchkit --set sizes=1,2,4 ...   # command line
 
 The call (or command line) overrides the environment, which overrides ``pyproject.toml``. All values
-are validated, even overridden values, and their sources are recorded.
+are validated, including those that are overridden, and the source of each value is recorded.
 """
 
 from __future__ import annotations
@@ -43,21 +43,20 @@ __all__ = ["SETTINGS", "VARIABLES", "Setting", "SettingValue", "Settings", "load
 
 PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
-# Variables that are not settings: the path of the TOML file, and variables of the GPU tests, of
-# sleeping pools, and of dispatchkit-vllm inside vLLM.
+# Environment variables that are not settings.
 _NO_SETTINGS = frozenset(
     {
         FILE_VARIABLE,
-        "DISPATCHKIT_METRICS",
-        "DISPATCHKIT_REQUIRE_GPU",
-        "DISPATCHKIT_SLEEP_LIBRARY",
-        "DISPATCHKIT_TRACE",
+        "DISPATCHKIT_METRICS",  # read by dispatchkit-vllm in a vLLM process
+        "DISPATCHKIT_REQUIRE_GPU",  # read by the GPU tests
+        "DISPATCHKIT_SLEEP_LIBRARY",  # read when memory pools are put to sleep
+        "DISPATCHKIT_TRACE",  # read by dispatchkit-vllm in a vLLM process
     }
 )
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 
 
-# -- settings outside the other records --------------------------------------------
+# -- settings defined in this module -----------------------------------------------
 
 
 def _text(value: Any, name: str) -> str:
@@ -95,14 +94,17 @@ class RunnerArguments:
         or_none(_text),
         SettingInfo(
             "Name of the policy that decides how batches run.",
-            "a plugin's choice, else vllm",
+            "chosen by a plugin, otherwise vllm",
             _as_given,
         ),
     )
     backend: str = setting(
         "auto",
         _text,
-        SettingInfo("Backend: auto, cuda, cuda:1, tape, or a backend of a plugin.", read=_as_given),
+        SettingInfo(
+            "Backend: auto, tape, cuda (or one device, such as cuda:1), or a plugin's backend.",
+            read=_as_given,
+        ),
     )
     outputs: str = setting(
         "owned",
@@ -228,7 +230,7 @@ class SettingValue:
     Attributes:
         value: The validated value.
         source: Where the value comes from, as text.
-        place: ``default``, ``file``, ``environment`` or ``call``.
+        place: The kind of source: ``default``, ``file``, ``environment`` or ``call``.
     """
 
     value: Any
@@ -241,7 +243,7 @@ class Settings:
     """The settings in effect, each with its source.
 
     Attributes:
-        given: All given values, by name of the setting. The first value overrides the others.
+        given: The values given for each setting, by its name. The first value overrides the others.
         file: The TOML file that was read, or None.
     """
 
@@ -252,7 +254,7 @@ class Settings:
         return self.lookup(name).value
 
     def is_given(self, name: str) -> bool:
-        """Return whether a setting was given."""
+        """Return whether any source gives a value for the setting."""
         return bool(self.given.get(_known(name).name))
 
     def lookup(self, name: str) -> SettingValue:
@@ -266,7 +268,7 @@ class Settings:
         return found[0] if found else SettingValue(known.default, "default", "default")
 
     def chosen(self, group: str) -> dict[str, Any]:
-        """Return the given settings of a group."""
+        """Return the values given for the settings of a group, by name."""
         return {
             name: found[0].value
             for name, found in self.given.items()
@@ -277,7 +279,7 @@ class Settings:
         """Create a DispatchConfig from the settings.
 
         Args:
-            unless_given: Values for settings that are not given.
+            unless_given: Values for settings that no source gives.
 
         Raises:
             ConfigError: Settings contradict each other. The notes of the error state the sources.
@@ -324,8 +326,8 @@ class Settings:
     def plugin_filter(self) -> dict[str, Any]:
         """Return keyword arguments for ``load_plugins``.
 
-        Given plugin settings already include the environment, so ``load_plugins`` gets an empty
-        environment.
+        If plugin settings were given, they already include those from the environment, so the
+        arguments make ``load_plugins`` ignore the environment.
         """
         found: dict[str, Any] = {"allow": self["plugins"], "block": self["disable"] or None}
         return {**found, "environ": {}} if self.chosen("plugins") else found
@@ -333,8 +335,8 @@ class Settings:
     def disagreements(self) -> tuple[str, ...]:
         """Describe settings whose values in the file and the environment differ.
 
-        One of the two values may have been forgotten. Values overridden by the call or command line
-        are not described.
+        One of the two values may have been forgotten. Settings that the call or command line
+        overrides are not included.
         """
         said = []
         for name, found in self.given.items():
@@ -422,7 +424,7 @@ def load_settings(
             nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
         start: The folder where the upward search for ``pyproject.toml`` begins; by default the
             current folder.
-        sources: Where the settings of the call come from, as text by setting name.
+        sources: Where each setting of the call comes from, as a text for messages, by setting name.
 
     Raises:
         UnknownNameError: A setting does not exist. The message lists the closest names.
@@ -473,7 +475,7 @@ def _checked_value(name: str, value: Any, source: str, place: str) -> SettingVal
     setting = _known(name, source)
     try:
         with warnings.catch_warnings():
-            # DispatchConfig itself warns once, when it is created.
+            # The warning is issued once, when the DispatchConfig is created.
             warnings.simplefilter("ignore", CaptureSizeWarning)
             return SettingValue(setting.check(value), source, place)
     except ConfigError as error:
@@ -511,7 +513,7 @@ def _read_file(
             raise
     try:
         here = Path(start or Path.cwd()).absolute()
-    except FileNotFoundError:  # the current folder was removed, so it has no parents
+    except FileNotFoundError:  # the current folder was deleted
         return None, {}
     for folder in (here, *here.parents):
         path = folder / "pyproject.toml"

@@ -1,6 +1,6 @@
-"""Test kit for third-party policies and backends; needs ``dispatchkit[testing]``.
+"""Test kits for your own policies and backends; they need ``dispatchkit[testing]``.
 
-Three lines test a policy::
+To test a policy, subclass ``PolicyTests``::
 
     from dispatchkit.testing import PolicyTests
 
@@ -14,7 +14,7 @@ Without pytest, use ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTes
 in a GraphRunner. ``SmallestPolicy`` and ``OneBucketPolicy`` are simple policies for tests of other
 components.
 
-Names are imported on first use, so a kit does not import the other kits.
+Each name is imported on first use, so using one kit does not import the others.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from dispatchkit.testing.backend_rig import FUNCTIONS, Pair, Rig
 
 NOT_POISONED = (
     "The backend declares poisons_outputs, so before the first replay, outputs must contain only "
-    "NaN, True, or the smallest or largest nonzero integer of their dtype."
+    "NaN (floating point), True (bool), or the nonzero minimum or maximum of their integer dtype."
 )
 
 
 class CaptureTests:
-    """Tests that replays compute the results of eager at fixed addresses, without Python."""
+    """Tests that replays compute the same results as eager runs, without running Python."""
 
     # -- attributes ---------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class CaptureTests:
     def test_replay_equals_eager_on_changed_inputs(
         self, rig: Rig, function: Callable[[Any, Any], Any], mode: str
     ) -> None:
-        """Inputs change before each replay; with equal inputs, stale results would pass."""
+        """Inputs change before each replay; with unchanged inputs, stale results would pass."""
         x = rig.randn(4, 8)
         with getattr(rig.torch, mode)():
             graph = rig.warm_capture(lambda: function(rig.torch, x))
@@ -174,7 +174,7 @@ class CaptureTests:
         "dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
     )
     def test_outputs_are_not_computed_at_capture(self, rig: Rig, dtype: str) -> None:
-        """If a backend poisons outputs, reading them before the first replay is detectable."""
+        """If a backend poisons outputs, a read before the first replay can be detected."""
         kind = getattr(rig.torch, dtype)
         x = rig.zeros(8, dtype=kind)
         graph = rig.capture(x.clone)
@@ -195,7 +195,7 @@ class CaptureTests:
             assert set(tensor.tolist()) <= {limits.min, limits.max} - {0}, NOT_POISONED
 
     def test_new_values_of_weights_are_seen_by_the_next_replay(self, rig: Rig) -> None:
-        """A replay reads weights from their memory instead of a copy in the graph."""
+        """A replay reads the current values of weights, not copies stored in the graph."""
         x, weight = rig.randn(4, 8), rig.randn(8, 8)
         graph = rig.warm_capture(lambda: x @ weight)
         weight.copy_(rig.randn(8, 8))
@@ -203,7 +203,7 @@ class CaptureTests:
             rig.replayed(graph),
             x @ weight,
             msg=lambda text: (
-                f"The replay used the values that weights had during the capture. {text}"
+                f"The replay used the values that the weights had during the capture. {text}"
             ),
         )
 
@@ -329,7 +329,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == expected
 
     def test_running_statistics_are_left_alone_by_a_capture(self, rig: Rig) -> None:
-        """Batch norm writes running statistics that its schema does not declare as written."""
+        """Batch norm writes running statistics, although its schema does not declare this."""
         torch = rig.torch
         norm = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)
         twin = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)

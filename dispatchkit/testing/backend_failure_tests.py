@@ -184,7 +184,7 @@ class FailureTests:
     @pytest.mark.parametrize("enabled", [True, False])
     @pytest.mark.parametrize("fails", [True, False])
     def test_the_collector_is_held_and_put_back(self, rig: Rig, enabled: bool, fails: bool) -> None:
-        """A collection during a capture could destroy an old graph and invalidate the capture."""
+        """Garbage collection during a capture could destroy a graph and invalidate the capture."""
         seen: list[bool] = []
 
         def run() -> Any:

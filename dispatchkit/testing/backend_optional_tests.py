@@ -20,7 +20,7 @@ from dispatchkit.testing.backend_rig import Rig
 
 
 def offered(rig: Rig, part: str) -> Any:
-    """Return a field of ``BackendFeatures``; skip the test if the backend does not offer it."""
+    """Return an optional feature of the backend; skip the test if it is not offered."""
     found = getattr(features_of(rig.backend), part)
     if found is None:
         pytest.skip(f"Backend {rig.backend.name!r} does not offer BackendFeatures.{part}.")
@@ -50,7 +50,7 @@ class OptionalTests:
     # -- rehearsals -----------------------------------------------------------------------
 
     def test_a_rehearsal_measures_the_growth_of_the_pool(self, rig: Rig) -> None:
-        """Memory budgets need the growth of the pool before a capture allocates memory."""
+        """Before a capture, a memory budget must know how much the pool will grow."""
         rehearsals = offered(rig, "rehearsals")
         x = rig.zeros(1 << 18)
 
@@ -65,10 +65,10 @@ class OptionalTests:
         graph = rig.capture(run)
         grown = rig.backend.pool_bytes(rig.pool)
         assert grown >= x.nbytes, (
-            f"The pool grew by {grown} bytes, but the output alone has {x.nbytes} bytes."
+            f"The pool grew by {grown} bytes, but the output alone takes {x.nbytes} bytes."
         )
         assert grown <= expected, (
-            f"The pool grew by {grown} bytes, but the rehearsal returned {expected}."
+            f"The pool grew by {grown} bytes, but the rehearsal predicted only {expected}."
         )
         assert rig.read(rig.replayed(graph)[:2]) == [4.0, 4.0]
 
@@ -87,7 +87,7 @@ class OptionalTests:
         reserved = after.reserved_bytes - before.reserved_bytes
         assert grown > 0, "pool_bytes() did not grow in a capture."
         assert reserved >= grown, (
-            f"The pool grew by {grown} bytes, but reserved_bytes by only {reserved}."
+            f"The pool grew by {grown} bytes, but reserved_bytes grew by only {reserved}."
         )
         assert after.held_bytes - before.held_bytes >= x.nbytes, (
             "held_bytes does not include the output."
@@ -112,7 +112,7 @@ class OptionalTests:
     # -- sleeping memory ------------------------------------------------------------------
 
     def test_graphs_whose_memory_slept_replay_at_their_addresses(self, rig: Rig) -> None:
-        """Graphs stay valid, although the contents of their memory are lost."""
+        """Sleep discards the contents of memory, but the graphs that use it stay valid."""
         sleeper = self._sleeper(rig)
         graphs, tensors = sleeper.new_sleeping_pool(), sleeper.new_sleeping_pool()
         x = sleeper.allocate(tensors, lambda: rig.zeros(1 << 20))
@@ -129,7 +129,7 @@ class OptionalTests:
         for value in (1.0, 2.0):
             given_back = sleeper.sleep([graphs, tensors])
             assert given_back >= x.nbytes, (
-                f"sleep() released {given_back} bytes, but the tensor alone has {x.nbytes}."
+                f"sleep() released {given_back} bytes, but the tensor alone takes {x.nbytes}."
             )
             assert rig.backend.pool_bytes(graphs) == 0, "A sleeping pool still uses memory."
             sleeper.wake([graphs, tensors])
@@ -188,7 +188,7 @@ class OptionalTests:
         """Each direct launch runs the graph once, on the given stream."""
         x, count = rig.zeros(4), rig.zeros(1)
         graph = rig.warm_capture(lambda: (count.add_(1), x * 2 + 1))
-        graph.replay()  # the first replay may determine whether the graph draws
+        graph.replay()  # a backend may detect random draws only in the first replay
         assert not graph.has_random_state
         launch, handle = direct_launch(rig, graph)
         count.zero_()
@@ -273,7 +273,7 @@ class OptionalTests:
         rig.backend.warmup(run, stream=rig.stream)
         graph = rig.capture(run_behind_node)
         problem = node.attach(graph)
-        assert not problem, f"The node is not in its graph: {problem}."
+        assert not problem, f"The copy node was not attached to its graph: {problem}."
         graph.replay()
         assert rig.read(graph.outputs[1]) == [0.0] * 8, "The node copied before it was set."
 
@@ -326,7 +326,7 @@ class OptionalTests:
         rig.torch.testing.assert_close(rig.replayed(graph), (x @ weight).relu() + 1)
 
     def test_a_watched_graph_holds_what_it_reads_until_release(self, rig: Rig) -> None:
-        """A graph still reads the memory of a weight that the model has replaced."""
+        """A graph keeps the memory of a weight alive, even if the model replaces the weight."""
         offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
         graph: Any = rig.warm_capture(lambda: x + weights[0])
@@ -335,7 +335,7 @@ class OptionalTests:
         assert graph.holds == [], "A released graph still holds memory."
 
     def test_notes_of_a_warmup_take_the_place_of_a_watch(self, rig: Rig) -> None:
-        """With the notes of a warmup, a capture need not be watched."""
+        """A capture need not be watched if a warmup took notes of the operations."""
         unwatched = offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
 
@@ -344,13 +344,13 @@ class OptionalTests:
 
         notes = self._noted(rig, unwatched, run)
         if not notes.is_plain:
-            pytest.skip("The notes of this warmup do not suffice: the capture must be watched.")
+            pytest.skip("The notes of this warmup are not enough, so the capture must be watched.")
         graph: Any = rig.capture(run, notes=notes)
         self._assert_holds(rig, graph, x, weights)
 
     @staticmethod
     def _noted(rig: Rig, unwatched: UnwatchedCaptureBackend, run: Callable[[], Any]) -> Any:
-        """Return the notes of a warmup; skip the test if notes are not supported."""
+        """Run a warmup and return its notes; skip the test if notes are not supported."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         notes: Any = unwatched.new_notes()

@@ -39,7 +39,7 @@ def equal_draws(rig: Rig, drawn: Sequence[Any], expected: Sequence[Any]) -> list
 
 
 class RandomTests:
-    """Tests that replays draw the same numbers as eager, and captures draw no numbers."""
+    """Tests that replays draw the same numbers as eager runs, and that captures draw none."""
 
     # -- random numbers -------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class RandomTests:
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 4
 
     def test_dropout_draws_the_sequence_of_eager(self, rig: Rig) -> None:
-        """Replays of dropout draw the same numbers as eager."""
+        """Replays of dropout draw the same numbers as eager runs."""
         x = rig.torch.ones(64, device=rig.backend.torch_device)
 
         def drop() -> Any:
@@ -127,7 +127,7 @@ class RandomTests:
                     graph.replay()
                     drawn.append(graph.outputs.clone())
         right = equal_draws(rig, drawn, expected)
-        assert right == [True] * 8, f"Draws on two streams differ from eager (True: equal): {right}"
+        assert right == [True] * 8, f"Draws on two streams differ from eager; equal draws: {right}"
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
         """The backend must order the streams even if the graph has no outputs."""
@@ -151,11 +151,11 @@ class RandomTests:
                 graph.replay()
         right = equal_draws(rig, list(place), expected)
         assert right == [True] * 4, (
-            f"Draws of a graph on two streams differ from eager (True: equal): {right}"
+            f"Draws of a graph on two streams differ from eager; equal draws: {right}"
         )
 
     def test_a_capture_leaves_draws_in_flight_alone(self, rig: Rig) -> None:
-        """The setup of a capture must not change the seed before replays in flight read it."""
+        """The setup of a capture must not change a seed that replays in flight have yet to read."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
         source.manual_seed(6)
         expected = [drawing(rig)().clone() for _ in range(3)]
@@ -172,7 +172,7 @@ class RandomTests:
         drawn.append(other.outputs.clone())
         right = equal_draws(rig, drawn, expected)
         assert right == [True] * 3, (
-            f"A capture changed the draws of a replay in flight (True: as in eager): {right}"
+            f"A capture changed the draws of a replay in flight; equal draws: {right}"
         )
 
     def test_a_replay_after_a_capture_draws_with_its_own_seed(self, rig: Rig) -> None:
@@ -215,14 +215,14 @@ class RandomTests:
         )
 
     def test_threads_draw_no_number_twice(self, rig: Rig) -> None:
-        """All replays together draw the same numbers as eager, in any order."""
+        """All replays together draw the same numbers as eager runs, in any order."""
         source = rig.default_generator()
         source.manual_seed(12)
         expected = [drawing(rig)().clone() for _ in range(16)]
         graphs = [capture_into_new_pool(rig, drawing(rig)) for _ in range(2)]
         streams = [rig.backend.new_stream() for _ in graphs]
         for graph in graphs:
-            graph.replay()  # the first replay determines whether the graph draws
+            graph.replay()  # a backend may detect random draws only in the first replay
         rig.backend.synchronize()
         source.manual_seed(12)
         drawn: list[Any] = []

@@ -36,7 +36,7 @@ class Rig:
         return self.torch.randn(*shape, device=self.backend.torch_device)
 
     def occupy(self, times: int = 1) -> None:
-        """Queue ``times`` pieces of work (each 10 ms on CUDA); also allowed in a capture."""
+        """Occupy the device with ``times`` units of work (10 ms each on CUDA); can be captured."""
         for _ in range(times):
             if self.backend.torch_device == "cpu":
                 self.zeros(8, 8).add_(1).mul_(2)

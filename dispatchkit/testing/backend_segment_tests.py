@@ -13,7 +13,7 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def in_segments(rig: Rig, run: Any, **options: Any) -> Any:
-    """Capture a callable in segments; skip the test if the backend does not support it."""
+    """Capture a callable in segments; skip the test if the backend does not support this."""
     segments = features_of(rig.backend).segments
     if segments is None:
         pytest.skip(f"Backend {rig.backend.name!r} does not support captures in segments.")
@@ -24,7 +24,7 @@ class SegmentTests:
     """Tests of captures in segments; skipped if the backend does not support them."""
 
     def test_segments_and_what_runs_between_them_are_eager(self, rig: Rig) -> None:
-        """After the replay of a segment, the host can read the results of the segment."""
+        """After a segment has been replayed, the host can read its results."""
         x, seen = rig.zeros(4).add_(1), []
 
         def run(capture: Any) -> Any:
@@ -66,7 +66,7 @@ class SegmentTests:
             return capture.end()
 
         last = in_segments(rig, run)
-        problem = f"The capture of a segment changed the state: {seen[0]}"
+        problem = f"The capture of the first segment changed the state to {seen[0]}."
         assert seen[0] == [0.0] * 4, problem
         assert seen[1] == [1.0] * 4
         assert rig.read(state) == [1.0] * 4, "The capture of the last segment changed the state."
@@ -191,7 +191,7 @@ class SegmentTests:
         )
 
     def test_segments_draw_as_eager_draws(self, rig: Rig) -> None:
-        """Draws in and between segments have the same order as in eager."""
+        """Numbers drawn in and between segments have the same order as in an eager run."""
         torch, device = rig.torch, rig.backend.torch_device
         generator = rig.default_generator()
 

@@ -14,7 +14,7 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> None:
-    """Check that a call raises an error; otherwise fail with the problem."""
+    """Check that a call raises this type of error; if not, report the problem."""
     try:
         call()
     except error:
@@ -43,7 +43,7 @@ class StreamTests:
         assert rig.read(rig.replayed(other)) == [2.0, 2.0]
 
     def test_release_right_after_replay_is_safe(self, rig: Rig) -> None:
-        """Eviction does not wait for the device."""
+        """A graph may be evicted while its replays are still running."""
         counter = rig.zeros(4)
         graph = rig.capture(lambda: counter.add_(1))
         graph.replay()
@@ -52,7 +52,7 @@ class StreamTests:
         assert rig.read(counter) == [2.0] * 4
 
     def test_many_captures_and_releases_leave_nothing(self, rig: Rig) -> None:
-        """Eviction and recapture may continue for weeks."""
+        """Graphs may be evicted and recaptured for weeks, so memory must not leak."""
         x = rig.zeros(256)
         sizes: list[int] = []
         for _ in range(30):
@@ -68,7 +68,7 @@ class StreamTests:
         del graph
         self.release_unused_memory(rig)
         left = rig.backend.pool_bytes(rig.pool)
-        assert left == 0, f"The pool reserves {left} bytes after all graphs were released."
+        assert left == 0, f"The pool still reserves {left} bytes after all graphs were released."
 
     # -- pools ----------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class StreamTests:
         graph = rig.capture(lambda: (x + 1) * 2)
         counted = rig.backend.pool_bytes(rig.pool)
         assert counted >= x.nbytes, (
-            f"pool_bytes is {counted}, but the output alone has {x.nbytes} bytes."
+            f"pool_bytes is {counted}, but the output alone takes {x.nbytes} bytes."
         )
         graph.release()
         self.release_unused_memory(rig)
@@ -142,7 +142,7 @@ class StreamTests:
         """Lanes that share a stream would silently wait for each other."""
         limit = rig.backend.capabilities.max_streams
         if limit is None:
-            pytest.skip(f"Backend {rig.backend.name!r} reports no limit on streams.")
+            pytest.skip(f"Backend {rig.backend.name!r} reports no limit on the number of streams.")
         streams = [rig.stream, *(rig.backend.new_stream() for _ in range(limit - 1))]
         distinct = len({stream.handle for stream in streams})
         assert distinct == limit, f"Only {distinct} of {limit} streams are distinct."
@@ -185,7 +185,7 @@ class StreamTests:
         ]
 
     def test_events_order_two_streams(self, rig: Rig) -> None:
-        """Work after ``wait_event`` follows the recorded work, even if the event is reused."""
+        """Work after ``wait_event`` runs after the work before ``record``; events can be reused."""
         backend = rig.backend
         other, event = backend.new_stream(), backend.new_event()
         x = rig.zeros(1 << 12)
@@ -224,7 +224,7 @@ class StreamTests:
         assert start.elapsed_us(end) > 0.0
 
     def test_events_without_timing_refuse_to_measure(self, rig: Rig) -> None:
-        """A time of zero would look like a fast step."""
+        """A returned time of zero would look like a fast step."""
         start, end = rig.backend.new_event(), rig.backend.new_event(timing=True)
         start.record()
         end.record()

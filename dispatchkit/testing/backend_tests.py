@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-# pytest shows the values in a failed assert only if the module is registered.
+# pytest shows the values of a failed assert only if it rewrites the asserts of the module.
 _PARTS = (
     "capture_tests",
     "failure_tests",
@@ -55,7 +55,7 @@ class BackendTests(
 
     @pytest.fixture
     def rig(self) -> Any:
-        """Return the backend with a stream and a pool."""
+        """Yield the backend with a stream and a pool."""
         torch = pytest.importorskip("torch")
         backend = self.make_backend()
         yield Rig(torch, backend, backend.new_stream(), backend.new_pool())

@@ -148,8 +148,8 @@ class CaseRunner:
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Number of cases per property, scaled with the hypothesis profile's
-            ``max_examples`` (relative to 100).
+        max_examples: Number of cases per property if ``max_examples`` of the hypothesis profile is
+            100, its default; otherwise scaled in proportion.
     """
 
     seed: int = 0
@@ -170,7 +170,7 @@ class CaseRunner:
     # -- internals ------------------------------------------------------------------------
 
     def skip_unless(self, trait: str | None, *, learning: bool) -> None:
-        """Skip the test if the policy lacks the trait or, for ``learning``, does not learn."""
+        """Skip the test if the policy lacks the trait, or if it must learn but does not."""
         policy = self.make_policy()
         if trait is not None and trait not in policy_traits(policy):
             raise unittest.SkipTest(f"trait {trait} is not claimed")
@@ -178,7 +178,7 @@ class CaseRunner:
             raise unittest.SkipTest("the policy does not learn")
 
     def for_all(self, check: Callable[[Case], None], *, all_captured: bool, share: float) -> None:
-        """Run a check on random cases, which the seed determines.
+        """Run a check on the random cases that ``seed`` determines.
 
         The configurations are drawn once for all properties. Each configuration has a seed for the
         other parts of its case (graph states, batches, changes).
@@ -262,7 +262,8 @@ def declared_keys(policy: Policy, config: DispatchConfig) -> list[GraphKey] | No
     """Return the keys that a policy declares, or None if it rejects the configuration.
 
     Raises:
-        AssertionError: ``declare`` raised another exception, or returned something else.
+        AssertionError: ``declare`` raised an exception other than ConfigError, or returned
+            something other than GraphKeys.
     """
     try:
         answer: Any = policy.declare(config)

@@ -33,7 +33,7 @@ class Finding:
     Attributes:
         name: Name of the property.
         holds: Whether the property holds; None if it was not tested.
-        trait: The trait that requires the property; "" for the core set.
+        trait: The trait that requires the property; "" if every policy must have the property.
         message: The violation, or the reason why the property was not tested; "" if it holds.
         why: The property and the harm of violating it, from the docstring of its test.
     """
@@ -125,19 +125,19 @@ def run_policy_conformance(
     max_examples: int = PolicyTests.max_examples,
     configs: st.SearchStrategy[DispatchConfig] | None = None,
 ) -> Verdict:
-    """Test a policy against the core set and the traits that it claims.
+    """Test a policy for the core set of properties and for the traits that it claims.
 
     Args:
-        policy: A fresh policy, or a factory of policies, such as a class. If a policy is given,
-            deep copies of it are tested, and it does not change.
+        policy: A fresh policy, or a factory of policies, such as a class. The tests use deep copies
+            of a given policy, so it does not change.
         seed: Seed of the random cases; the same seed gives the same verdict.
-        max_examples: Number of cases per property, scaled with the hypothesis profile's
-            ``max_examples`` (relative to 100).
+        max_examples: Number of cases per property if ``max_examples`` of the hypothesis profile is
+            100, its default; otherwise scaled in proportion.
         configs: Hypothesis strategy for the configurations to test; None for all kinds of
             configurations.
 
     Returns:
-        The verdict. ``Verdict.raise_if_failed`` raises if the policy has a fault.
+        The verdict. ``Verdict.raise_if_failed`` raises AssertionError if the policy failed.
 
     Raises:
         TypeError: ``policy`` is neither a policy nor a factory of policies.
@@ -164,16 +164,16 @@ def run_lane_policy_conformance(
     seed: int = 0,
     max_examples: int = LanePolicyTests.max_examples,
 ) -> Verdict:
-    """Test a lane policy against the core set and the traits that it claims.
+    """Test a lane policy for the core set of properties and for the traits that it claims.
 
     Args:
-        policy: A fresh lane policy, or a factory of lane policies, such as a class. If a lane
-            policy is given, deep copies of it are tested, and it does not change.
+        policy: A fresh lane policy, or a factory of lane policies, such as a class. The tests use
+            deep copies of a given lane policy, so it does not change.
         seed: Seed of the random schedules; the same seed gives the same verdict.
         max_examples: Number of schedules per property.
 
     Returns:
-        The verdict. ``Verdict.raise_if_failed`` raises if the lane policy has a fault.
+        The verdict. ``Verdict.raise_if_failed`` raises AssertionError if the policy failed.
 
     Raises:
         TypeError: ``policy`` is neither a lane policy nor a factory of lane policies.
@@ -199,7 +199,7 @@ _KINDS = (
 
 
 def _factory(policy: Any, asked: str) -> Callable[[], Any]:
-    """Return a function that creates policies, after checking that they have the method ``asked``.
+    """Return a function that creates policies, after checking that they have the given method.
 
     Raises:
         TypeError: The policies lack the method.

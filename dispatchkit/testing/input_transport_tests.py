@@ -39,8 +39,8 @@ DEVICE = {
     "complex": StaticInput((None,), "complex64", fill=2),
     "table": StaticInput((2,), "float32"),
 }
-#: Inputs that copy nodes do not support: batched along a dimension other than 0, with elements of
-#: more than 8 bytes, or too large at 8 rows.
+#: Inputs that copy nodes do not support, because they are batched along a dimension other than 0,
+#: have elements of more than 8 bytes, or are too large at 8 rows.
 BESIDE = {
     "wide": StaticInput((3, None), "int32", fill=4),
     "pairs": StaticInput((None,), "complex128", fill=2),
@@ -56,11 +56,12 @@ HOST = {
 #: A host input that copy nodes do not support, because it is batched along dimension 1.
 ACROSS = {"across": StaticInput((2, None), "float16", fill=5, host=True)}
 
-#: Values of inputs are slices of a tensor that repeats 0, 1, ..., 96, and is longer than ``large``.
+#: Input values are slices of ``_COUNTING``, which repeats 0, 1, ..., 96 and is longer than the
+#: largest input at 8 rows.
 _PERIOD = 97
 _COUNTING = torch.arange(320_000 + _PERIOD, dtype=torch.int16).remainder(_PERIOD)
 
-#: Bytes of a "short" copy node: enough for the host inputs of 4 rows, but not of 8 rows.
+#: Maximum bytes of host inputs in a ``short`` copy node: enough for 4 rows, but not for 8 rows.
 MOST_DATA = 150
 
 
@@ -192,7 +193,7 @@ class InputTransportTests:
                 bench.run_and_compare(runner, 1, 10 * number, kind, bucket=SIZES[smallest])
 
     def test_host_values_are_taken_and_tensors_are_read_in_order(self, bench: Bench) -> None:
-        """The caller zeros host inputs and drops all tensors while the device lags."""
+        """Zeroing host inputs and dropping all tensors after a call does not affect its step."""
         runner, kept = bench.runner(), []
         for number in range(40):
             rows = number * 5 % 8 + 1
@@ -263,7 +264,7 @@ class InputTransportTests:
             bench.compare(handle.result(), wanted)
 
     def test_check_mode(self, bench: Bench) -> None:
-        """In strict check mode, which raises on a difference, replays equal eager."""
+        """In strict check mode, which raises if a replay differs from eager, all steps pass."""
         runner = bench.runner(by_rows=True, options=RunnerOptions(check=1, strict=True))
         for number in range(12):
             rows = number * 5 % 8 + 1
@@ -274,7 +275,7 @@ class InputTransportTests:
 
     @pytest.mark.filterwarnings("ignore:The step draws random numbers")
     def test_random_numbers(self, bench: Bench) -> None:
-        """A step that draws uses the same transport, and draws the same numbers as eager."""
+        """Steps that draw random numbers use the same transport, and draw as eager runs do."""
         if bench.way.kind != "full":
             pytest.skip("Only full graphs are tested with random numbers.")
         runner = bench.runner(draws=True)
@@ -325,7 +326,7 @@ class Bench:
         self.ceiling = 1 if way.kind == "pieces" else 2
 
     def key(self, size: int) -> GraphKey:
-        """Return the key of the graph of a capture size."""
+        """Return the key of the graph for a capture size."""
         return GraphKey(self.way.key_mode, BatchDescriptor(size))
 
     def runner(
@@ -405,14 +406,14 @@ class Bench:
         return made
 
     def given(self, values: Mapping[str, torch.Tensor], kind: str = "call") -> dict[str, Any]:
-        """Return the values as call arguments, for example as strided tensors."""
+        """Return the values as call arguments; ``kind`` selects, for example, strided tensors."""
         made: dict[str, Any] = {}
         for index, (name, value) in enumerate(values.items()):
             given: Any = value
             if kind == "strided":
                 given = torch.stack([value, value], -1)[..., 0]
             elif kind == "negated" and value.dtype is torch.float32:
-                given = torch._neg_view(-value)  # noqa: SLF001 - no public API creates one
+                given = torch._neg_view(-value)  # noqa: SLF001 - no public API negates lazily
             elif kind == "negated" and value.is_complex():
                 given = value.conj().resolve_conj().conj()
             elif kind == "negated" and self.way.inputs[name].host and index % 2:

@@ -2,8 +2,8 @@
 
 Each test checks one property on random schedules with a fixed seed. A schedule submits steps to
 simulated lanes, which finish some of them; no device is needed. The docstring of a test explains
-the harm of violating its property. The core set applies to every lane policy. A *trait* is tested
-if the policy claims it.
+the harm of violating its property. The core set of tests applies to every lane policy. A
+*trait* is tested if the policy claims it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SampleLane:
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens of unfinished steps."""
+        """Total number of tokens of the unfinished steps."""
         return sum(self._tokens)
 
     def holds(self, key: GraphKey) -> bool:
@@ -92,7 +92,8 @@ class Schedule:
 
     Attributes:
         num_lanes: Number of lanes.
-        steps: Pairs of a submitted step and the indices of the lanes that then each finish a step.
+        steps: Pairs of a step to submit and the indices of the lanes that each finish their oldest
+            step afterwards.
     """
 
     num_lanes: int
@@ -180,7 +181,7 @@ class LanePolicyTests:
                     )
 
     def test_keys_are_asked_for_where_they_matter(self) -> None:
-        """A policy whose choices depend on the key sets ``needs_key = True``.
+        """If the choices of a policy depend on the key, it must set ``needs_key = True``.
 
         Otherwise, the policy receives steps without keys.
         """
@@ -302,8 +303,8 @@ class LanePolicyTests:
     def test_trait_balances_takes_the_least_busy(self) -> None:
         """No lane has both fewer unfinished steps and fewer unfinished tokens than the chosen one.
 
-        Lanes finish their steps at different times, so the load is the number of unfinished steps,
-        not of all submitted steps.
+        Lanes finish their steps at different times, so the load of a lane is its unfinished steps,
+        not the number of steps submitted to it.
         """
         self._skip_unless("balances")
         for schedule in self._schedules():

@@ -1,7 +1,8 @@
 """DispatcherMachine, a state machine that compares a dispatcher with a naive model.
 
 The dispatcher's table is a cache. After any sequence of events (captures, failures, evictions,
-disabled modes, learned changes, swaps), the dispatcher must serve the policy's current decisions.
+disabled modes, swaps, changes that a learning policy requests), the dispatcher must serve the
+policy's current decisions.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), one_shot=st.booleans(), eager=st.booleans())
     def learn(self, data: st.DataObject, one_shot: bool, eager: bool) -> None:
-        """Change a cell permanently or for one step."""
+        """Change the decision of a cell, permanently or for one step."""
         batch = data.draw(batches(self.config))
         answer = Decision.eager("learnt")
         if not eager:

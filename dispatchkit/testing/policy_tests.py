@@ -1,8 +1,9 @@
 """PolicyTests, the test kit for policies.
 
 Each test checks one property on small random cases with a fixed seed. The docstring of a test
-explains the harm of violating its property. The core set applies to every policy. A *trait* is an
-optional property, which is tested if the policy lists it in ``traits`` and skipped otherwise.
+explains the harm of violating its property. The core set of tests applies to every policy. A
+*trait* is an optional property, which is tested if the policy lists it in ``traits`` and skipped
+otherwise.
 
 ``run_policy_conformance`` runs the same methods without pytest.
 """
@@ -59,8 +60,8 @@ class PolicyTests(CaseRunner):
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Number of cases per property, scaled with the hypothesis profile's
-            ``max_examples`` (relative to 100).
+        max_examples: Number of cases per property if ``max_examples`` of the hypothesis profile is
+            100, its default; otherwise scaled in proportion.
     """
 
     # -- declared keys ------------------------------------------------------------------
@@ -89,7 +90,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(share=0.5)
     def test_declared_keys_keep_within_the_limits(self, case: Case) -> None:
-        """Keys fit the configured buffers, requests, adapters, query lengths and mode.
+        """Keys respect the configured limits, query lengths and mode.
 
         The configuration determines the size of static inputs. The capture of a larger key would
         read past the end of these inputs. The attention backend may be unable to capture in a mode
@@ -102,25 +103,25 @@ class PolicyTests(CaseRunner):
             descriptor = key.descriptor
             decode = descriptor.uniform or descriptor.max_query_len is not None
             faults = {
-                f"more tokens than max_num_tokens ({config.max_num_tokens})": (
+                f"it has more tokens than max_num_tokens ({config.max_num_tokens})": (
                     descriptor.num_tokens > config.max_num_tokens
                 ),
-                f"more requests than max_num_seqs ({config.max_num_seqs})": (
+                f"it has more requests than max_num_seqs ({config.max_num_seqs})": (
                     (descriptor.num_reqs or 0) > config.max_num_seqs
                 ),
-                f"more than {counted(most_loras, 'adapter')} (max_loras is {config.max_loras})": (
-                    descriptor.num_active_loras > most_loras
-                ),
-                f"query_len {descriptor.query_len} is not in query_lens {config.query_lens}": (
+                f"it has more than {counted(most_loras, 'adapter')} "
+                f"(max_loras is {config.max_loras})": (descriptor.num_active_loras > most_loras),
+                f"its query_len {descriptor.query_len} is not in query_lens {config.query_lens}": (
                     descriptor.uniform and descriptor.query_len not in config.query_lens
                 ),
-                f"num_tokens is not a multiple of query_len ({descriptor.query_len})": (
+                f"its num_tokens is not a multiple of query_len ({descriptor.query_len})": (
                     descriptor.uniform and descriptor.num_tokens % descriptor.query_len != 0
                 ),
-                f"mode {key.mode} though the configured mode is {mode}; {_MODE_HINT}": (
+                f"its mode is {key.mode}, though the configured mode is {mode}; {_MODE_HINT}": (
                     not mode.has_mode(CUDAGraphMode[key.mode.name])
                 ),
-                f"FULL for mixed batches though the configured mode is {mode}; {_MODE_HINT}": (
+                f"it is FULL for mixed batches, though the configured mode is {mode}; "
+                f"{_MODE_HINT}": (
                     key.mode is RuntimeMode.FULL
                     and not decode
                     and mode.mixed_mode() is not CUDAGraphMode.FULL
@@ -243,7 +244,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_a_batch_that_fits_a_graph_gets_one_or_a_reason(self, case: Case) -> None:
-        """An eager decision has a reason, and the reason is true.
+        """Every eager decision gives a reason, and the reason is correct.
 
         Operators act on the reasons of eager steps. For example, a wrong reason would make
         operators add capture sizes that already exist.
@@ -282,8 +283,8 @@ class PolicyTests(CaseRunner):
     def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
         """In a split batch, each row is in exactly one part, and each part has a suitable graph.
 
-        For a row in no part, the caller reads a result that was never computed. For a row in two
-        parts, the step changes the state twice. The limits of a batch on adapters, axes, requests
+        If a row is in no part, the caller reads a result that was never computed. If it is in two
+        parts, the step changes its state twice. The limits of a batch on adapters, axes, requests
         and modes also apply to each part. A policy that never splits batches passes.
         """
         case.graphs.may_split = True
@@ -344,7 +345,7 @@ class PolicyTests(CaseRunner):
         """Until a graph changes, ``decide`` returns the same decision for equal batches.
 
         The dispatcher calls ``decide`` once per cell of its table and reuses the decision for
-        millions of steps. A different later decision would never take effect, and ranks that fill
+        millions of steps. A later, different decision would never take effect, and ranks that fill
         the cell at different times would disagree.
         """
         batches = list(case.batches())
@@ -376,8 +377,9 @@ class PolicyTests(CaseRunner):
         """A decision for ``num_reqs=None`` holds for any number of requests up to its bound.
 
         The bound is the number of requests of the chosen key, or the decision's ``max_num_reqs`` if
-        smaller. The table has no axis for requests: it stores one decision, and compares the number
-        of requests with the bound. If decisions depend on requests, set ``max_num_reqs``.
+        smaller. The table stores one decision for all numbers of requests, and calls ``decide``
+        again only above the bound. If a decision depends on the number of requests, set
+        ``max_num_reqs`` to the largest number for which it holds.
         """
         for batch in case.batches(known_reqs=False):
             unknown = case.decide(batch)
@@ -519,8 +521,8 @@ class PolicyTests(CaseRunner):
     def test_same_outcomes_same_updates(self, case: Case) -> None:
         """Two policies request the same changes after the same outcomes.
 
-        Otherwise, a recorded trace would not reproduce a run, and ranks that agreed on times would
-        diverge.
+        Otherwise, a recorded trace would not reproduce a run, and ranks that use the same measured
+        times would diverge.
         """
         other = case.make_policy()
         case.declare(other)
@@ -647,8 +649,9 @@ class PolicyTests(CaseRunner):
     def test_trait_order(self, case: Case) -> None:
         """Allowing more modes for a batch never lowers the mode in which it runs.
 
-        A graph that would serve the batch alone is not passed over for a graph of a lower mode, or
-        for eager. The order of modes is FULL, PIECEWISE, eager.
+        From highest to lowest, the modes are FULL, PIECEWISE and eager. For example, if the policy
+        chooses a FULL graph when PIECEWISE is not allowed, it also chooses FULL when PIECEWISE is
+        allowed.
         """
         for batch in case.batches():
             chosen = case.decide(batch).mode

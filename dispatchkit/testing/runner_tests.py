@@ -87,7 +87,7 @@ class RunnerTests:
     # -- results --------------------------------------------------------------------------
 
     def test_results_are_those_of_the_step_itself(self) -> None:
-        """Replays equal eager at each capture size, and one token below and above it."""
+        """Replays give eager results at each capture size, and one token below and above it."""
         with self._pair() as pair:
             sizes = pair.runner.config.sizes
             edges = sorted({n + off for n in sizes for off in (-1, 0, 1)})
@@ -123,7 +123,7 @@ class RunnerTests:
                 pair.compare(result, before, "A later step changed an earlier result.")
 
     def test_random_traffic_gives_eager_results(self) -> None:
-        """Results equal eager for random batches while graphs are captured and evicted."""
+        """Random batches give eager results while graphs are captured and evicted."""
         with self._pair() as pair:
             rng, runner = pair.rng, pair.runner
             for _ in range(self.num_steps):
@@ -285,7 +285,7 @@ class _Pair:
         ceiling: int = 2,
         rng: random.Random | None = None,
     ) -> Any:
-        """Run a batch through both runners, compare, and return the tested result."""
+        """Run a batch through both runners, compare the results, and return the tested one."""
         rng = self.rng if rng is None else rng
         uniform = rng.randrange(2) if uniform is None else uniform
         batch = self.tests.make_batch(rng, num_tokens, self.backend.torch_device)

@@ -34,5 +34,5 @@ class SampleStep:
         return hidden.cumsum(0)
 
     def finish(self, mixed: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a dictionary of results."""
+        """Return ``tanh`` of the cumulative sums, and twice the absolute values."""
         return {"mixed": mixed.tanh(), "size": values.abs() * 2}

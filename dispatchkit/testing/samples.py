@@ -1,7 +1,8 @@
 """Sample decisions of a policy, in this process or another.
 
-The ranks of a job and a restarted server are separate processes. Sets and objects sorted by address
-can have a different order in each process. This module requires neither hypothesis nor pytest.
+The ranks of a job should make the same decisions, and so should a server after a restart. These are
+separate processes, and the order of sets, or of objects sorted by address, can differ between
+processes. This module requires neither hypothesis nor pytest.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def graph_view(
     """Return a view of graphs like the one that a dispatcher passes to its policy.
 
     Args:
-        registry: Keys and graphs.
+        registry: The registry of the keys and their graphs.
         config: The current configuration.
         modes: Runtime modes that the executor supports.
         lazy: Whether declared and evicted graphs may also be chosen.
@@ -54,7 +55,7 @@ def make_batch(
     loras: int = 0,
     allowed: int = int(RuntimeMode.FULL),
 ) -> Batch:
-    """Return the Batch that a dispatcher creates for arguments of ``dispatch``."""
+    """Return the Batch that a dispatcher creates for these arguments of ``dispatch``."""
     is_uniform, query_len, max_query_len = config.query_class(uniform)
     return Batch(
         num_tokens=num_tokens,
@@ -127,8 +128,8 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
         ) from error
     if type(policy).__module__ == "__main__":  # importing a script would run it again
         raise TypeError(
-            "the policy's class is in the main script, which another process cannot import; move "
-            "it to a module"
+            "the policy's class is defined in the main script, which other processes cannot "
+            "import; move it to a module"
         )
     module = sys.modules[type(policy).__module__]
     source = inspect.getsourcefile(module) or ""

@@ -1,8 +1,8 @@
 """Hypothesis strategies for configurations, batches, keys, registries and their changes.
 
-Sizes are small on purpose. Policies fail at edge cases: batches one token smaller or larger than a
-bucket, a query length that does not divide a size, or a limit between two sizes. With small sizes,
-these cases are frequent.
+Sizes are small on purpose. Policies often fail at edge cases: batches one token smaller or larger
+than a bucket, a query length that does not divide a size, or a limit between two sizes. With small
+sizes, these cases are frequent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def configs(
     query_lens: Sequence[tuple[int, ...]] = ((1,), (1,), (2,), (3,), (4,), (1, 3), (4, 2)),
     max_loras: int = 3,
 ) -> DispatchConfig:
-    """Return common and unusual configurations.
+    """Return a strategy for common and unusual configurations.
 
     Args:
         draw: Passed by hypothesis.
@@ -58,7 +58,7 @@ def configs(
         query_lens: Values of ``query_lens`` to draw from.
         max_loras: Largest ``max_loras``.
     """
-    # Tiny limits and empty sizes are valid, but find few faults, so they are rare.
+    # Tiny limits and empty sizes are valid, but reveal few faults, so they are rare.
     odd = draw(st.integers(0, 3)) == 0
     limit = draw(st.integers(1 if odd else max_tokens // 2, max_tokens))
     lens = draw(st.sampled_from(query_lens))
@@ -92,11 +92,11 @@ def configs(
 
 @st.composite
 def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True) -> Batch:
-    """Return batches that a configuration allows, often at the edge of a capture size.
+    """Return a strategy for batches that a configuration allows, often near a capture size.
 
     Args:
         draw: Passed by hypothesis.
-        config: Configuration with the limits of a batch.
+        config: Configuration that limits the batches.
         known_reqs: Whether some batches include the number of requests. A dispatcher first calls
             ``decide`` without this number.
     """
@@ -112,7 +112,7 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
 
 
 def sample_batch(config: DispatchConfig, rng: random.Random, *, known_reqs: bool = True) -> Batch:
-    """Return a batch like those that ``batches`` draws; faster, but without shrinking."""
+    """Draw a batch as ``batches`` does, but faster, because hypothesis is not used."""
     limit = config.max_num_tokens
     edge = rng.random() < 0.7
     return _batch(
@@ -158,7 +158,7 @@ def _batch(
 
 @st.composite
 def graph_keys(draw: st.DrawFn, config: DispatchConfig) -> GraphKey:
-    """Return keys within the limits of a configuration, including keys that no policy declares."""
+    """Return a strategy for keys within a configuration's limits, declared by a policy or not."""
     num_tokens = draw(st.integers(1, config.max_num_tokens))
     uniform, query_len, max_query_len = config.query_class(
         draw(st.integers(0, config.num_query_classes - 1))
@@ -203,7 +203,7 @@ CHANGE_KINDS = (
 def changes(
     keys: Sequence[GraphKey], *, kinds: Sequence[str] = CHANGE_KINDS
 ) -> st.SearchStrategy[Change]:
-    """Return a strategy for changes of the given keys; without keys, it has no examples."""
+    """Return a strategy for changes of the given keys; an empty strategy if there are none."""
     if not keys:
         return st.nothing()
     return st.builds(Change, st.sampled_from(kinds), st.sampled_from(keys))
@@ -243,7 +243,7 @@ def registries(
     all_captured: bool = False,
     max_changes: int = 6,
 ) -> GraphRegistry:
-    """Return registries of the keys with graphs in random states.
+    """Return a strategy for registries of the keys with graphs in random states.
 
     Args:
         draw: Passed by hypothesis.

@@ -88,7 +88,7 @@ class CaptureIsAStepBackend(TapeBackend):
 
 @planted(
     "test_new_values_of_weights_are_seen_by_the_next_replay",
-    r"values that weights had during the capture",
+    r"values that the weights had during the capture",
 )
 class FoldsConstantsBackend(TapeBackend):
     """Computes once and keeps the result, as if weights never changed."""

@@ -13,7 +13,8 @@ __all__ = ["Arm", "ArmId", "Band", "Graphs", "Regime"]
 
 #: The clock that measured a step, and whether earlier work was still running on the stream.
 Regime = tuple[str, bool]
-#: One graph, or several that serve a batch together; all but the last are full.
+#: One graph, or several that serve a batch together. The batch fills all of them, except possibly
+#: the last.
 Graphs = tuple[GraphKey, ...]
 #: Eager batches of one kind, within a range of sizes whose step times follow one curve.
 #: ``num_tokens`` is the largest size.
@@ -72,14 +73,14 @@ class Arm:
 
 
 def size_of(ident: ArmId) -> int:
-    """Return the largest number of tokens that an arm computes."""
+    """Return the largest number of tokens that an arm can compute in one step."""
     if isinstance(ident, tuple):
         return sum(key.num_tokens for key in ident)
     return ident.num_tokens
 
 
 def graphs_of(decision: Decision) -> Graphs:
-    """Return a decision's graphs; empty for eager, or if a part before the last is not full."""
+    """Return a decision's graphs; empty for eager, or if a graph before the last is padded."""
     if any(part.num_tokens != part.key.num_tokens for part in decision.parts[:-1]):
         return ()
     return decision.keys

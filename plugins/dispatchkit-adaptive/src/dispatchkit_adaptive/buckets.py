@@ -44,8 +44,8 @@ def band_of(batch: Batch, top: int, sizes: Sequence[int]) -> Band:
 
     Args:
         batch: A batch that may run eager.
-        top: Number of tokens of the smallest graph that covers the batch, or of all parts if only
-            several graphs together do; 0 if neither exists.
+        top: Number of tokens of the smallest graph that covers the batch. If no single graph covers
+            it, the total of the graphs that cover it together; 0 if there are none.
         sizes: All capture sizes, ascending.
     """
     index = bisect_left(sizes, top)
@@ -118,7 +118,7 @@ class Bucket:
         return self.graph or self.base_arm
 
     def known(self, regime: Regime) -> dict[Arm, Estimate]:
-        """Return the known arms of a regime; empty if there are none to compare.
+        """Return the arms that have enough samples in a regime; empty if they cannot be compared.
 
         A comparison requires the base's arm and at least one other arm.
         """

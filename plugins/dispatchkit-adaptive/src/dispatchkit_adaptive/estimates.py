@@ -146,8 +146,8 @@ class Estimate:
     def largest(self, log_us: float) -> float:
         """Return the largest number of tokens with an expected time of at most ``exp(log_us)``.
 
-        If the slope is not positive, return infinity if the level is at most ``log_us``, otherwise
-        -infinity.
+        If the slope is negative or practically 0, return infinity if the level is at most
+        ``log_us``, otherwise -infinity.
         """
         off = log_us - self._level
         if self._slope <= 1e-3:
@@ -208,7 +208,7 @@ class Estimate:
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
 
     def borrow(self, jump: float) -> None:
-        """Apply a jump of other arms, limited to a total of ``OUTLIER`` until the next sample."""
+        """Apply a jump seen in other arms, up to a total of ``OUTLIER`` until the next sample."""
         believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
         jump, self._borrowed = believed - self._borrowed, believed
         self._level += jump

@@ -87,7 +87,7 @@ class LatencyPolicy:
         return (graph <= eager) is not is_retry
 
     def select_mode(self, key: Hashable, available_modes: Collection[ModeT]) -> ModeT:
-        """Return a mode with too few latencies if there is one, otherwise the fastest mode.
+        """Return a mode with too few latencies (below ``min_samples``), or else the fastest mode.
 
         Raises:
             ConfigError: No modes are given.

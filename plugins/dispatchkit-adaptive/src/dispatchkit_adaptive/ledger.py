@@ -106,7 +106,7 @@ class Stakes:
     """The conditions for changing the choice of a bucket.
 
     Attributes:
-        margin: Smallest relative gain for which the choice is changed if there is no lead.
+        margin: Smallest relative gain for which the choice is changed if no time was saved earlier.
         room_us: Microseconds that each step may lose until a change is noticed. The base is used if
             this is 0 or less.
         lead_us: The part of ``room_us`` that comes from time saved earlier.
@@ -119,8 +119,8 @@ class Stakes:
     def gains(self, base_us: float, error: float) -> tuple[float, float]:
         """Return the gains (as logarithms) required to change arms, and to keep the new arm.
 
-        Both shrink as the lead grows: with a large lead, less evidence is enough for a change, and
-        more evidence is needed to go back.
+        Both shrink as ``lead_us`` grows: if much time has been saved, less evidence is enough for a
+        change, and more evidence is needed to go back.
 
         Args:
             base_us: Step time of the arm in use, in microseconds.

@@ -54,8 +54,8 @@ CALIBRATION = "calibration"
 _MOST_ASKED = 65_536
 # Number of outcomes without a change after which the pace doubles, and the largest pace.
 _CALM, _SLOWEST_PACE = 24, 8
-# Share of the account at risk above which the base's arm is probed, if it is not in use and a probe
-# costs nothing.
+# If the base's arm is not in use, it is probed when more than this share of the account is at risk.
+# The share applies to a probe that costs nothing; an expensive probe is sent later.
 _PROOF_FROM = 0.8
 # Share of the probe allowance that a single probe may cost.
 _COST_AT_ONCE = 0.25
@@ -64,7 +64,7 @@ _VERIFYING_COST = 0.01
 # The pace stays 1 if, at that pace, fewer than this many steps pass from one measured step to the
 # next.
 _WORTH_SAVING = 8.0
-# Minimum ratio of the allowance to the time at risk at which fewer steps are measured.
+# Steps are measured less often only if the allowance is at least this many times the time at risk.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 # Number of consecutive outcomes in other regimes after which the latest regime becomes current.
@@ -90,8 +90,8 @@ class AdaptivePolicy:
         max_sizes: Maximum number of single graphs of each mode that are considered for a batch, the
             smallest first.
         seed: Seed of the random variation in the spacing of probes.
-        state: File of learned estimates, which ``save`` writes. An existing file is read at
-            creation; if it is unusable, a warning is issued and learning starts from scratch.
+        state: File of learned estimates, which ``save`` writes. An existing file is read when the
+            policy is created; if the file is unusable, the policy warns and learns from scratch.
         fingerprint: Properties that the times depend on (see ``device_fingerprint``). A state file
             with a different fingerprint is not used.
         plugins: Plugins to search for a base that is given by name. By default, the installed
@@ -100,8 +100,8 @@ class AdaptivePolicy:
     Attributes:
         ledger: The account of time saved and lost relative to the base.
         pace: Factor by which the interval between measured steps is currently longer than usual.
-            It exceeds 1 if times have not changed for a while, and the account covers the loss
-            until a slowdown is noticed.
+            It exceeds 1 if times have not changed for a while, and the account covers the time
+            that a slowdown could cost before it is noticed.
 
     Raises:
         ConfigError: An option is invalid.
@@ -229,7 +229,7 @@ class AdaptivePolicy:
         if len(found) + may_be_eager < 2:
             return None
         if not own and not (base.key is None and may_be_eager):
-            # A part before the last is not full, or eager is not allowed: the base has no arm.
+            # A graph before the last is padded, or eager is not allowed: the base has no arm.
             return None
         kind = attrs.evolve(base, parts=()) if base.parts else base
         ident = (batch.allowed, kind, own, tuple(found), band)
@@ -318,15 +318,15 @@ class AdaptivePolicy:
 
         Args:
             key: The graph that was replayed. For eager (mode NONE), the batch that ran, which
-                must have been decided before.
+                must have been dispatched before.
             mode: The runtime mode of the measured step.
             latency_us: The measured time in microseconds.
             queued: Whether earlier work was still running on the stream.
             clock: ``device`` or ``host``; times of different clocks are never compared.
 
         Raises:
-            ConfigError: The time is invalid, key and mode do not match, the batch was not decided
-                before, or it cannot run both eager and with a graph.
+            ConfigError: The time is invalid, key and mode do not match, the batch was not
+                dispatched before, or it cannot run both eager and with a graph.
         """
         if not math.isfinite(latency_us) or latency_us <= 0.0:
             raise ConfigError("latency_us", latency_us, "a finite number of microseconds above 0")
@@ -655,7 +655,7 @@ class AdaptivePolicy:
                 continue
             estimate = arm.estimates.get(regime)
             if regime == ALONE and (estimate is None or not estimate.is_known):
-                # Possibly, no step of the arm is ever submitted ahead of the device.
+                # Perhaps the host can never submit a step of this arm ahead of the device.
                 estimate = arm.estimates.get(BUSY)
             if estimate is None or not estimate.is_known:
                 if (_UNKNOWN_COST - 1.0) * now_us <= account:

@@ -26,7 +26,7 @@ class ArmReport:
         samples: Number of measured times; 0 if there are too few for ``median_us``.
         median_us: Expected time in microseconds for the largest batch of the bucket; None if there
             are too few samples.
-        error: Relative standard error of ``median_us``; 1 if that is None.
+        error: Relative standard error of ``median_us``; 1 if ``median_us`` is None.
         margin: Time relative to the arm in use, minus 1: positive if slower, negative if faster,
             None if unknown.
         age: Number of steps since the arm's last sample; 0 if ``median_us`` is None.

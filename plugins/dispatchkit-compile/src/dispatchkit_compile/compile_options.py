@@ -82,9 +82,10 @@ class CompileOptions:
             graphs, and FULL for graphs that are not split.
         support: Kinds of batches for which the whole graph is captured. The graph's operators may
             restrict these kinds further.
-        fill: Fill values of padding rows by argument name; 0 by default. Required if the graph
-            writes a buffer or cache: choose values for which the writes of padding rows are
-            harmless, or pass ``{}`` if padding rows write nothing.
+        fill: Fill values of padding rows by argument name; 0 by default. If a graph for varying
+            batch sizes writes a buffer or cache, all its steps run eager unless ``fill`` is set:
+            choose values for which the writes of padding rows are harmless, or pass ``{}`` if
+            padding rows write nothing.
         sizes: Capture sizes in rows; derived from ``max_num_tokens`` by default.
         max_num_tokens: Largest batch that graphs serve; larger batches run eager. By default, the
             largest of ``sizes``; 512 if ``sizes`` is omitted, too.

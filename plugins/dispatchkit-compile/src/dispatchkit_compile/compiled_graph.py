@@ -1,9 +1,9 @@
 """One Dynamo graph, run by a GraphRunner.
 
 Dynamo passes tensors of the exact size. The inputs go to the runner, which chooses a captured
-graph, pads the inputs to its size, replays it, and returns the rows of the batch. A step runs
-eager, and is counted by reason, if the graph cannot be captured or was compiled for other
-arguments.
+graph, pads the inputs to its size, replays it, and returns the rows of the batch. If the Dynamo
+graph cannot be captured, or does not fit the arguments, the step runs eager and is counted by
+reason.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class CompiledGraph:
         ):
             return self._run_plainly(PlainReason.GRADIENTS, args)
         inputs = self._inputs
-        # Compare by identity: replacing a weight creates a new object, updating it does not.
+        # Compare by identity: replacing a weight creates a new object, but updating it does not.
         if inputs is None or not all(map(operator.is_, self._pick_held(args), self._held)):
             with self._lock:
                 reason = self._bind(args)
@@ -284,7 +284,8 @@ class CompiledGraph:
         set_options = options.options
         if self._arguments.num_rows is not None:
             sizes, most = (self._arguments.num_rows,), None
-            # A graph compiled for one size cannot be probed at a second size, and has no padding.
+            # A graph compiled for one size has no padding rows to check, and cannot run at a second
+            # size to find the batch dimensions of its outputs.
             set_options = attrs.evolve(
                 set_options,
                 buffers=attrs.evolve(set_options.buffers, output_batch_dims=None),
