@@ -139,7 +139,7 @@ class StorageSet:
     """Set of storages, kept alive so that their identities are not reused.
 
     Args:
-        tensors: Tensors whose storages to add.
+        tensors: Tensors whose storages are added.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:

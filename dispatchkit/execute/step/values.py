@@ -234,7 +234,7 @@ class _Lengths:
 
 
 class _Hooks:
-    """Modules to which hooks may be added; torch counts the hooks of the process.
+    """Modules to which hooks may be added, checked when torch's count of all hooks changes.
 
     New hooks are also among the new entries that ``_Lengths`` of the same modules returns.
     """
@@ -255,7 +255,7 @@ class _Hooks:
         return True
 
     def differences(self) -> list[Entry]:
-        """Return no entries, because ``_Lengths`` returns them."""
+        """Return no entries, because ``_Lengths`` returns the new hooks."""
         return []
 
     def changes(self) -> list[Entry]:
