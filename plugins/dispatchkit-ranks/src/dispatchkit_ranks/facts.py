@@ -35,8 +35,8 @@ class AgreedBatch(NamedTuple):
     Attributes:
         num_tokens: Largest number of tokens of any rank; 0 if all ranks are idle.
         num_reqs: Largest known number of requests of any rank; 0 if no rank knows its number.
-        uniform: The query class of all batches. If their classes differ, the class with variable
-            query lengths if it includes all of them, otherwise 0 (mixed).
+        uniform: The query class of all batches. Batches of different classes get the class with
+            variable query lengths if it includes all of them, and 0 (mixed) otherwise.
         loras: Largest number of active adapters of any rank; with axes, ``DispatchConfig.variant``
             of this number and ``axes``.
         ceiling: Code of the runtime modes that every rank allows, limited to the lowest mode

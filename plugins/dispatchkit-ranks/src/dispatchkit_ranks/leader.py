@@ -43,8 +43,8 @@ class LeaderPolicy:
     Attributes:
         num_learner_errors: Number of errors that the learner raised, plus the number of its updates
             that were ignored because their decisions are not allowed.
-        is_observing: Whether the learner receives outcomes. False until ranks run steps together,
-            because step times during start-up are not representative.
+        is_observing: Whether the learner receives outcomes. False until the ranks run steps
+            together, because step times during start-up are not representative.
 
     Raises:
         ConfigError: The base policy does not have the trait ``stateless``.

@@ -139,7 +139,7 @@ def _keys(
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
-    """Return the sizes that are a whole number of requests, at most ``max_num_seqs`` requests."""
+    """Return the sizes that are multiples of ``query_len``, up to ``max_num_seqs`` requests."""
     own = config.uniform_sizes if query_len > 1 else None
     sizes = config.sizes if own is None else own
     return [

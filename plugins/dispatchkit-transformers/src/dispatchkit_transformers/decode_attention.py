@@ -1,11 +1,11 @@
-"""Attention for decoding, which reads the static cache only once.
+"""An attention function for decoding that reads the static cache only once.
 
 The ``sdpa`` of transformers passes one mask per row, which some kernels do not support. Some
-releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports masks per
-row and key heads that several query heads share. This kernel is used where available: for 16-bit
-types on CUDA devices with compute capability 8.0 or higher. Elsewhere, two small matrix products
-per key head compute the result. They do not repeat or copy the cache, but they store one score for
-each pair of a token and a cache position.
+releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports a separate
+mask for each row, and keys that several query heads share. This kernel is used where available: for
+16-bit types on CUDA devices with compute capability 8.0 or higher. Elsewhere, two small matrix
+products per key head compute the result. They do not repeat or copy the cache, but they store one
+score for each pair of a token and a cache position.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` selects this implementation from the registry
 of transformers. Prompts, and calls with options that only ``sdpa`` supports, fall back to ``sdpa``.
@@ -129,7 +129,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _for_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Return whether cuDNN computes this call correctly."""
+    """Return whether to use cuDNN's kernel for these tensors."""
     size = query.shape[-1]
     return (
         query.is_cuda

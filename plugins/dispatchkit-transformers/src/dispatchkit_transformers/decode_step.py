@@ -73,8 +73,8 @@ def verify_step(
     """Return a function that runs one step and verifies drafts.
 
     The function takes tokens and positions (B,), drafts (B, ``num_draft_tokens``) and the cache
-    length to read. It runs tokens and drafts together and accepts the drafts before the first one
-    that differs from the most likely token. It returns
+    length to read. It runs tokens and drafts together, and accepts the drafts before the first one
+    that is not the most likely token. It returns
 
     - one tensor (B, ``num_draft_tokens`` + 3) with the most likely token after each token and
       draft, the number of accepted drafts, and the number of drafts;

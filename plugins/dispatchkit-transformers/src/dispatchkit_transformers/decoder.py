@@ -92,7 +92,8 @@ class DecoderStats:
         moved_bytes: Bytes copied on the device by these moves.
         graphs: Statistics of each runner in use, by name: ``tokens`` and ``logits`` for steps that
             return these, ``drafts`` for steps that verify drafts, ``prompts`` for prompt chunks.
-        prompts: Number of prompts by how they ran: ``graphs``, or the reason for running eager.
+        prompts: Number of prompts that ran through graphs (``graphs``), and number of eager prompts
+            for each reason.
         drafted: Number of verified drafts.
         accepted: Number of accepted drafts.
     """
@@ -396,8 +397,8 @@ class GraphDecoder:
     def verify(self, drafts: torch.Tensor) -> list[list[int]]:
         """Run the current token and the drafts of each row, and return the next tokens.
 
-        Accepts the drafts before the first one that differs from the most likely token, so the
-        result is the same as that of repeated ``step`` calls. Waits for the device.
+        Accepts the drafts before the first one that is not the most likely token. The result is
+        therefore the same as that of repeated ``step`` calls. Waits for the device.
 
         Args:
             drafts: Drafts of the tokens after each row's current token (rows, N), N from 1 to

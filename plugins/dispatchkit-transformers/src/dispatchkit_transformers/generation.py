@@ -70,7 +70,7 @@ _UNSUPPORTED = {
     "synced_gpus": "Call the model's own generate().",
     "token_healing": "Pass model.heal_tokens(input_ids, tokenizer) as input_ids.",
 }
-#: Prefixes of the names of cache implementations that the decoder cannot use.
+#: Unsupported values of ``cache_implementation`` start with one of these prefixes.
 _OTHER_CACHES = ("paged", "quantized", "offloaded")
 
 
@@ -166,7 +166,7 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
         check_prompts(prompts, name)
         if (mask := kwargs.get("attention_mask")) is not None:
             check_mask(mask, prompts, name)
-    # Check here: for some options, transformers decodes without calling custom_generate.
+    # Check here, because for some options, transformers decodes without calling custom_generate.
     config = kwargs.get("generation_config") or model.generation_config
     options = {**vars(config), **kwargs}
     check_options(options)
@@ -392,7 +392,8 @@ class _Loop:
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each output row (B,) from its logits (B, V)."""
-        logits = logits.clone()  # processors may write to them, but a graph owns their memory
+        # Processors may write to the logits, whose memory belongs to a graph.
+        logits = logits.clone()
         scores: torch.Tensor = self.processors(self.ids, logits)
         if self.scores is not None:
             self.scores.append(scores)

@@ -257,8 +257,8 @@ class PromptRunner:
         probe: Description of how the model must be called.
         memory: The cache that prompts are written to.
         lengths: Cache lengths that graphs read, ascending.
-        sizes: Chunk sizes in tokens, ascending. The largest also limits the total number of tokens
-            in a chunk of several prompts.
+        sizes: Chunk sizes in tokens, ascending. The largest size also limits the total number of
+            tokens in a chunk of several prompts.
         settings: Settings of the ``GraphRunner``.
         whole: Whether a prompt must be a single chunk, because layers ignore the state of an
             earlier chunk.

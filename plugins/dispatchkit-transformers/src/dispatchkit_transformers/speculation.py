@@ -190,9 +190,9 @@ class PromptLookup:
     Args:
         decoder: The decoder whose rows get drafts.
         num_draft_tokens: Number of drafts per row; by default, ``decoder.num_draft_tokens``.
-        max_ngram: Maximum number of tokens to compare. The longest match is used, and the latest
-            of equally long matches. If fewer tokens than drafts follow the match, these tokens
-            are repeated.
+        max_ngram: Maximum number of last tokens to compare with earlier tokens. The longest match
+            is used, and the latest of equally long matches. If fewer tokens than drafts follow
+            the match, these tokens are repeated.
 
     Attributes:
         runner: The runner of the lookup.
@@ -282,9 +282,9 @@ class DraftModel:
             ``decoder``. Its vocabulary may lack only padding tokens.
 
     Raises:
-        ConfigError: ``small`` has a smaller ``max_batch_size``, ``max_length`` or (beyond padding)
-            vocabulary, has no ``num_draft_tokens``, has an encoder, already has rows, or is
-            ``decoder`` itself; or an argument has the wrong type.
+        ConfigError: ``small`` has a smaller ``max_batch_size`` or ``max_length``, a vocabulary that
+            lacks more than padding tokens, no ``num_draft_tokens``, an encoder, or rows already; or
+            ``small`` is ``decoder`` itself; or an argument has the wrong type.
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
@@ -368,8 +368,8 @@ class DraftModel:
 class VerifiedRows:
     """A store that passes verified tokens to ``generate``, one per row and step.
 
-    Rows advance at different rates, so tokens of faster rows are stored while slower rows need
-    steps. A row leaves the decoder when its cache is full.
+    Rows advance at different rates. Tokens of faster rows are stored until slower rows also have a
+    token. A row leaves the decoder when its cache is full.
 
     Args:
         loop: The decoder, whose steps return several tokens per row.

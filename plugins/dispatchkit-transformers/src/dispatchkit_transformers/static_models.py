@@ -314,7 +314,7 @@ def probe(model: Any, max_length: int) -> Probe:
 def _with_mask_format(found: Probe, length: int) -> Probe:
     """Return the probe with the mask format for which steps match prompts.
 
-    The steps read a cache of ``length`` positions, as when decoding. This detects models that
+    The steps read a cache of ``length`` positions, as in decoding. This detects models that
     derive a property, such as a window, from the number of keys: a static cache always has
     ``length`` keys.
     """
@@ -399,7 +399,7 @@ def supports_drafts(found: Probe, length: int) -> bool:
 def _matches_prompts(
     found: Probe, length: int, trial: tuple[tuple[int, ...], ...], num_tokens: int = 1
 ) -> bool:
-    """Return whether running the last two tokens in steps returns the logits of whole prompts."""
+    """Return whether running the last two tokens in steps gives the logits of whole prompts."""
     rows = trial_prompts(found, trial, length - 1)
     memory = found.cache(
         len(rows), length, _TRIAL_SOURCE if found.cross else 0, spare=num_tokens - 1

@@ -46,7 +46,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
         return self.keys, self.values
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return the number and the offset of the positions read."""
+        """Return the number and the offset of the positions that the step reads."""
         return self._keys.shape[2], 0
 
     def get_seq_length(self, *args: Any) -> int:

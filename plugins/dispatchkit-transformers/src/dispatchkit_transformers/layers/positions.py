@@ -1,8 +1,8 @@
 """Per-row position embeddings for models that do not accept positions.
 
-These models ask their cache for the number of past tokens and embed the resulting positions. Given
-one number per row, some model classes put the rows in the wrong dimension of the embeddings. A hook
-restores the shape while a step runs.
+These models ask their cache for the number of past tokens and embed the resulting positions. If the
+cache returns one number per row, some model classes put the rows in the wrong dimension of the
+embeddings. While a step runs, a hook restores the shape.
 """
 
 from __future__ import annotations
