@@ -3,7 +3,7 @@
 Downloads source distributions into ``.vllm/``, and creates an environment with a CPU build of vLLM
 that can import every release. Runs the dispatcher tests of each release with the facade and, from
 0.12 on, with the policy ``vllm`` in vLLM's class. Runs the tests of the graph manager in releases
-that have them. From 0.12 on, also compares the answers of the class, the facade and the policy
+that have them. From 0.12 on, also compares the answers of vLLM's class, the facade and the policy
 (``agree.py``). For 0.15, only wheels are published, which contain no tests. Prints one JSON line
 per run; the exit code is 1 if a run fails.
 
@@ -38,8 +38,8 @@ def fetch(release: str, sources: Path) -> Path:
     if (target / "vllm").is_dir():
         return target
     with tempfile.TemporaryDirectory() as scratch:
-        # pip unpacks the sources and then fails to build their metadata, which needs a compiler or
-        # a GPU. --no-clean keeps the unpacked files.
+        # pip unpacks the sources, and then fails to build their metadata if there is no compiler or
+        # GPU. --no-clean keeps the unpacked files.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-clean"]
         command += ["--no-binary", "vllm", "--no-build-isolation", "--dest", scratch]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The generations of vLLM's dispatch rule, as data.
+"""The versions of vLLM's dispatch rule, as data.
 
 The rule is implemented once, in ``ladder`` and ``policy``. A dialect selects variations of the
 rule.
@@ -35,7 +35,7 @@ class Padding(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class Dialect:
-    """One generation of vLLM's dispatch rule.
+    """One version of vLLM's dispatch rule.
 
     Attributes:
         name: Name of the policy.
@@ -50,7 +50,7 @@ class Dialect:
         caps_uniform_reqs: Whether a uniform key is limited to ``max_num_seqs`` requests.
         uniform_needs_separate: Whether uniform batches are distinguished from mixed batches only
             if the mode has a separate routine for them.
-        rounding: Generation of the rule that rounds sizes up to multiples of the query length;
+        rounding: Version of the rule that rounds sizes up to multiples of the query length;
             empty for no rounding.
         traits: Properties that the policy claims and the test kit checks.
         varies_query_len: Whether the configuration can request decode graphs for requests of

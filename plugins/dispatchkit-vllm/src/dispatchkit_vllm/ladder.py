@@ -140,7 +140,7 @@ class Ladder:
     # -- adapters -----------------------------------------------------------------------
 
     def _captured_counts(self) -> tuple[int, ...]:
-        """Return the positive numbers of adapters with graphs, for dialects with cases."""
+        """Return the positive numbers of adapters that have graphs, for dialects with cases."""
         top = self.max_loras
         if self.cases is not None:
             return tuple(sorted(count for count in self.cases if count > 0))
@@ -196,8 +196,9 @@ class Ladder:
         """Yield the keys of the configuration, in the order of declaration.
 
         Args:
-            window_query_len: Query length that bounds the sizes of uniform keys; by default, the
-                configured query length.
+            window_query_len: Query length that limits the sizes of uniform keys to the range from
+                this length to ``max_num_seqs`` times this length; by default, the query length of
+                each key.
             partial: Whether to skip uniform sizes that are not multiples of the query length, keep
                 them, or raise an error.
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unreadable = False
     for path in options.files:
         try:
-            # Some configurations intentionally leave batches without graphs, which causes warnings.
+            # Print only results, even if a recorded configuration causes warnings.
             with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)

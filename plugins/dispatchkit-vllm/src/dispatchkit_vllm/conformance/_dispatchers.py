@@ -1,4 +1,4 @@
-"""Compare the dispatchers of all generations with recorded results."""
+"""Compare the dispatchers of all versions with recorded results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDINGS = "construct_error adjust_error init_error keys_before_error"
 
 @attrs.frozen
 class Kind:
-    """The record format of one generation.
+    """The record format for one version of the dispatcher.
 
     Attributes:
         module: Module of the facade.

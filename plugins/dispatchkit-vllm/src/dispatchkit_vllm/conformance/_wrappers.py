@@ -149,7 +149,7 @@ def _debugging(on: bool) -> Iterator[None]:
 class _Traced(_wrapper.CUDAGraphWrapper):
     """A wrapper that records its checks as events.
 
-    It records when it checks whether captures are enabled. It can also hide the forward context.
+    It records each check of whether captures are enabled. It can also hide the forward context.
     """
 
     events: list[list[Any]]

@@ -110,7 +110,7 @@ class StepController:
 
     def _open_log(self) -> StepLog:
         path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
-        with _logs_lock:  # one file per process, even if it creates several dispatchers
+        with _logs_lock:  # one file per process, even with several dispatchers
             known = _logs.get(str(path))
             if known is None or not known.is_open:
                 known = _logs[str(path)] = StepLog(path)
@@ -136,8 +136,8 @@ class StepController:
             facts: Function that returns sizes and limits as options of ``DispatchConfig``.
             ask: Function that returns the key that the runner's own code chooses for a batch; None
                 for eager.
-            eager: Function (batch, number of requests) that returns the result of the runner's
-                ``dispatch`` for an eager batch.
+            eager: Function of a batch and its number of requests that returns the result of the
+                runner's ``dispatch`` if the batch runs eager.
 
         Raises:
             ConfigError: An option is invalid, the policy declares graphs that the runner does not

@@ -91,8 +91,8 @@ class PolicyCore:
         config: Sizes, limits and modes of the runner.
         graphs: Graphs that the runner captures, each with the value that the runner's ``dispatch``
             returns for it.
-        eager: Function (batch, number of requests) that returns the result of the runner's
-            ``dispatch`` for an eager batch.
+        eager: Function of a batch and its number of requests that returns the result of the
+            runner's ``dispatch`` if the batch runs eager.
         runner: Name of the runner in messages.
 
     Attributes:

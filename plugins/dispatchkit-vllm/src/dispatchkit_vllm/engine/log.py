@@ -1,4 +1,4 @@
-"""Logger for messages inside vLLM, which inherits the settings of vLLM's logger."""
+"""Logger for messages inside vLLM; it inherits the settings of vLLM's logger."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _MAX_MEMO = 65_536
 
 
 class FacadeBase:
-    """Base class of the dispatchers of all generations; a registry stores the keys.
+    """Base class of the dispatchers of all versions; a registry stores the keys.
 
     Attributes:
         registry: The keys and their graphs.

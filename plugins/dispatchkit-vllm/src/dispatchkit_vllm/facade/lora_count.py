@@ -49,8 +49,9 @@ class CudagraphDispatcher(PaddingDispatcher):
 
         Args:
             cudagraph_mode: The mode, resolved for the attention backend.
-            uniform_decode_query_len: Query length that bounds the sizes of decode keys. The
-                number of requests of a key depends on the configuration's query length.
+            uniform_decode_query_len: Query length that limits the sizes of decode keys to the range
+                from this length to ``max_num_seqs`` times this length. The number of requests of a
+                key depends on the query length in the configuration instead.
 
         Raises:
             AssertionError: A decode size is not a multiple of the query length. Keys registered

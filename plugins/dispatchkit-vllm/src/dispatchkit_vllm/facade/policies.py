@@ -317,7 +317,7 @@ class CudagraphDispatcher:
         self.registry.set_enabled(True, mode=mode.runtime_mode)
 
     def disable_mode(self, mode: DispatchMode) -> None:
-        """Stop replays of a mode's graphs until ``enable_mode``."""
+        """Stop replays of a mode's graphs until ``enable_mode`` is called."""
         self.registry.set_enabled(False, mode=mode.runtime_mode)
 
 
@@ -354,8 +354,8 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
         """Return whether a graph exists and eager is not known to be faster.
 
-        Once the latencies of both are known, one in 64 calls for a key returns the slower choice,
-        so that its latency is measured again.
+        Once enough latencies of eager and of a graph are known, one in 64 calls for a key returns
+        the slower choice, so that its latency is measured again.
         """
         return bool(self._learner.should_use_graph(key, graph_available))
 

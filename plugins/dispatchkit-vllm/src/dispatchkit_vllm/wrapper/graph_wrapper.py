@@ -141,7 +141,7 @@ def _validate_capturing(descriptor: Any, *, module_changed: bool = False) -> Non
     if _capturing_enabled:
         return
     problem = f"Descriptor {descriptor} has no graph"
-    step = "Capture this graph before captures are disabled"
+    step = "Capture this graph before you disable captures"
     if module_changed:
         problem = "The module was moved, or switched between training and evaluation, after the "
         problem += f"capture of {descriptor}"
@@ -269,7 +269,8 @@ class GraphWrapper:
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
                 f"after the capture of {descriptor}. After each such change, every key is "
-                "captured again. Change the module before the captures. Warned once per wrapper.",
+                "captured again. Move or switch the module before the first capture. Warned once "
+                "per wrapper.",
                 ChurnWarning,
                 stacklevel=3,
             )
