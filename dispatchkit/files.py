@@ -1,7 +1,7 @@
 """Write output files completely or not at all, and never overwrite their inputs.
 
 A file is written under a temporary name in the same folder and renamed when it is complete. If
-writing is interrupted, for example by Ctrl-C or a full disk, an existing file of that name is kept.
+writing is interrupted, for example by Ctrl-C or a full disk, an existing output file is kept.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_output(
         path: The file to write.
         inputs: Files from which the output is computed; None entries are ignored.
         overwrite: Whether an existing file may be replaced.
-        hint: Sentence for the error message if the file exists.
+        hint: Sentence to add to the error message if the file exists.
 
     Raises:
         ConfigError: The path is invalid, a folder, a read-only file, an input, or in a missing or

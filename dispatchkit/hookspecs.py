@@ -15,8 +15,8 @@ A plugin is a module or an instance with functions marked ``@hookimpl``. An entr
     def dispatchkit_register_policies():
         return [PolicySpec("smallest", SmallestPolicy, summary="Smallest captured bucket")]
 
-No hook runs per step: a step reads a table. Events such as a capture, a swap or a policy error are
-sent to observers, which are registered with ``dispatchkit_register_observers``.
+No hook runs in a step, which only reads a table. Events such as a capture, a swap or a policy error
+are sent to observers, which are registered with ``dispatchkit_register_observers``.
 
 A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
 list or tuple of records, which may be empty. Every dispatcher loads all plugins, and the process
@@ -224,7 +224,7 @@ def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
     not use a device. The first result other than None is used; the order of plugins is unspecified.
 
     Args:
-        config: Sizes (tokens), limits and modes of the dispatcher, which are read-only.
+        config: The dispatcher's sizes (in tokens), limits and modes; read-only.
 
     Returns:
         The name of a registered policy, or None to leave the choice to other plugins. If all return

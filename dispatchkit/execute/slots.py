@@ -413,7 +413,7 @@ class SlotState:
             while slot in list(self._lent):  # an invalid slot may be unhashable
                 self._changed.wait()
             if slot not in self._free:
-                hint = "slots_of(slots.sessions) returns the slots in use."
+                hint = "Choose a slot that slots_of(slots.sessions) does not contain."
                 raise DescriptorError(
                     "slot", slot, f"a free slot from 0 to {self.num_slots - 1}", hint
                 )

@@ -104,9 +104,9 @@ def eager_region(fn: Any = None) -> Any:
     In FULL, marked code is part of the single graph.
 
     - To mark a function, use the decorator ``@eager_region`` or ``eager_region(fn)(...)``. Each
-      replay calls the function with the arguments of the capture, whose tensors then contain the
-      values of the current step. The results must have the same structure, shapes, dtypes, strides
-      and Python values as in the capture; otherwise the step runs eager.
+      replay calls the function with the arguments recorded in the capture. Their tensors then
+      contain the values of the current step. The results must have the same structure, shapes,
+      dtypes, strides and Python values as in the capture; otherwise the step runs eager.
     - To mark a block, use ``with eager_region():``. ``split_module`` and the ``torch.compile``
       backend support blocks. A capture in segments rejects blocks, because a replay cannot run them
       again.

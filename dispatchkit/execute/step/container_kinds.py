@@ -517,7 +517,7 @@ def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator that is not written in Python by the user.
+    """Return whether a value is an iterator, but not one that the user wrote in Python.
 
     For the user's own iterators, attributes are recorded instead. Files are not recorded.
     """

@@ -229,7 +229,7 @@ class PythonState:
         iterators = self._read_by_step(found) if found else ()
         if not iterators or self._names_read() & _DYNAMIC:
             return iterators
-        # Other methods of the step's owner may advance iterators of their own.
+        # Other methods of the step's owner may advance their own iterators.
         reached = self._reached({one for one, codes in self._roots.items() if codes & self._codes})
         return tuple(one for one in iterators if id(one.record.holder) in reached)
 

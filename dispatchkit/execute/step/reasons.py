@@ -8,7 +8,7 @@ from dispatchkit.dispatch import Reason
 
 #: Reason for a stale key whose graph contains a replaced value; details follow a colon.
 REPLACED = "replaced"
-#: Reasons why a capture is refused, more specific than ``capture_failed``.
+#: Reasons why a capture is refused; each is more specific than ``capture_failed``.
 REFUSED_CAPTURES = frozenset(
     {
         Reason.PYTHON_STATE,
@@ -152,7 +152,7 @@ NEXT_STEPS: Mapping[str, str] = {
 #: Next step for ``not_captured`` and ``evicted`` if the budget has no space for another graph.
 MAX_GRAPHS_REACHED = (
     "max_graphs is reached, so runner.capture() skips this graph. Increase max_graphs, or create "
-    "the runner with lazy=True, so that it evicts other graphs to capture this one."
+    "the runner with lazy=True: a lazy runner evicts other graphs to capture this one."
 )
 
 

@@ -550,8 +550,8 @@ class ContentWatch:
 
 #: Alignment of the copies in bytes, so that kernels can use wide loads.
 _ALIGNMENT: Final = 16
-#: Number of columns that are summed separately. A prime number, so that a write that only moves
-#: values, such as a roll, moves them to other columns and changes the sums.
+#: Number of columns that are summed separately. The number is prime: a write that only moves
+#: values, such as a roll, then usually moves them to other columns and changes the sums.
 _COLUMNS: Final = 1021
 
 
