@@ -417,14 +417,15 @@ def load_settings(
     The call overrides the environment, which overrides the file.
 
     Args:
-        given: Settings of the call, by name; None means not given.
-        more: Additional settings of the call, as keyword arguments.
+        given: Settings given in the call, by name. A value of None counts as not given.
+        more: Additional settings given in the call, as keyword arguments.
         environ: Environment variables; by default those of the process.
         file: The TOML file to read. By default the file named in DISPATCHKIT_CONFIG, or else the
             nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
         start: The folder where the upward search for ``pyproject.toml`` begins; by default the
             current folder.
-        sources: Where each setting of the call comes from, as a text for messages, by setting name.
+        sources: For settings given in the call, by name, a text for messages that describes where
+            the value comes from. By default, the text names the argument.
 
     Raises:
         UnknownNameError: A setting does not exist. The message lists the closest names.

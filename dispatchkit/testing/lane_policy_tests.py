@@ -208,7 +208,7 @@ class LanePolicyTests:
         """``lanes_for_key`` always returns the same lanes for a key, and at least one.
 
         A key without a lane is never captured, and its steps run eager. If the lane of a key
-        changes, its graph is captured on one lane and looked up on another.
+        changes, the graph is captured on one lane and looked up on another.
         """
         for number in range(1, MOST_LANES + 1):
             answers = [
@@ -274,7 +274,7 @@ class LanePolicyTests:
     def test_trait_spreads_uses_every_lane(self) -> None:
         """If steps have many different keys, every lane gets some of the steps.
 
-        Each lane has its own buffers and graphs. On an unused lane, their memory is wasted.
+        Each lane has its own buffers and graphs, which waste memory if the lane is not used.
         """
         self._skip_unless("spreads")
         for number in range(1, MOST_LANES + 1):

@@ -171,7 +171,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             expected.mode,
             expected.key,
             expected.reason,
-        ), f"served {served}, but the model returns {expected} for {batch!r}"
+        ), f"the dispatcher served {served}, but the model returns {expected} for {batch!r}"
         assert served.one_shot is one_shot
         assert served.num_tokens == num_tokens
         assert num_reqs <= served.max_num_reqs

@@ -21,7 +21,7 @@ from dispatchkit_adaptive.ledger import Stakes
 
 __all__ = ["PROBE", "Bucket", "band_of", "bands"]
 
-#: The reason of probes: decisions that are made only to measure an arm.
+#: The reason of probe decisions, which are made only to measure an arm.
 PROBE = "probe"
 
 

@@ -2,7 +2,7 @@
 
 An arm is a way to run a step: with one or more graphs, or eager within one band of sizes. Its time
 follows a power law, ``log us = level + slope * log(tokens / top)``; graphs have no slope. The noise
-is a few per cent, but occasionally a step takes many times as long as usual. A sample that differs
+is a few percent, but occasionally a step takes many times as long as usual. A sample that differs
 from the estimate by ``CLIP`` standard errors or more therefore does not move the estimate. The
 level is modeled as a random walk, so old samples lose weight. A *surprise* is the logarithm of the
 ratio of a sample to the expected time. ``Watch`` detects jumps of the level from the mean of the

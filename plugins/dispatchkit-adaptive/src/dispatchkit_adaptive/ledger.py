@@ -1,7 +1,7 @@
 """Account for time saved and lost relative to the base policy, and limit the time at risk.
 
 The policy promises that, at any time, all steps together have taken only slightly longer (by
-default, at most one per cent) than with the base policy. Time lost in steps that differ from the
+default, at most one percent) than with the base policy. Time lost in steps that differ from the
 base is paid from an account, which contains the loss that the promise allows and the time saved so
 far. An arm may become slower (or the base faster) at any time, and the policy notices only several
 measured steps later. The policy therefore leaves the base only if the account would cover a
@@ -107,8 +107,8 @@ class Stakes:
 
     Attributes:
         margin: Smallest relative gain for which the choice is changed if no time was saved earlier.
-        room_us: Microseconds that each step may lose until a change is noticed. The base is used if
-            this is 0 or less.
+        room_us: Microseconds that each step may lose until a change is noticed. If ``room_us`` is
+            not positive, the base is used.
         lead_us: The part of ``room_us`` that comes from time saved earlier.
     """
 

@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "adaptive",
             AdaptivePolicy,
-            summary="Eager or the fastest graph, learned from measured step times",
+            summary="Chooses eager or the fastest graph by measured step times",
         )
     ]

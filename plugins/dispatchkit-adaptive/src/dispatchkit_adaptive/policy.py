@@ -69,8 +69,8 @@ _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 # Number of consecutive outcomes in other regimes after which the latest regime becomes current.
 _REGIME_CHANGE = 8
-# If a single graph covers a batch, parts are considered too if they compute at most this share of
-# its tokens.
+# If a single graph covers a batch, splitting the batch is also considered if the parts compute at
+# most this share of the tokens of the single graph.
 _WORTH_SPLITTING = 0.75
 # Assumed time of an arm with too few samples, relative to the arm in use.
 _UNKNOWN_COST = 3.0
@@ -158,7 +158,7 @@ class AdaptivePolicy:
         # decision, and the bucket. Learning changes the choice of a bucket, but not these entries.
         self._places: dict[Batch, tuple[object, Decision | None, Bucket | None]] = {}
         # All buckets, the most recently used last; and the buckets whose choice must be updated,
-        # the next one last.
+        # the next one to update last.
         self._by_use: dict[Bucket, None] = {}
         self._to_choose: dict[Bucket, None] = {}
         self._with_arm: defaultdict[Arm, list[Bucket]] = defaultdict(list)
@@ -609,7 +609,7 @@ class AdaptivePolicy:
             return
         base_us = base.expect(size) or us
         if before is not None and not 0.4 < us / before < 2.5:
-            us = before  # replace an outlier, which would have occurred under the base, too
+            us = before  # replace an outlier, which would also have occurred with the base
         ledger.account(steps, base_us * (1.0 - base.error(size)), us)
         bucket.unproven_us += steps * base_us
 

@@ -88,7 +88,7 @@ class CompileOptions:
             padding rows write nothing.
         sizes: Capture sizes in rows; derived from ``max_num_tokens`` by default.
         max_num_tokens: Largest batch that graphs serve; larger batches run eager. By default, the
-            largest of ``sizes``; 512 if ``sizes`` is omitted, too.
+            largest of ``sizes``; 512 if ``sizes`` is also omitted.
         policy: The policy of the runner, or its name.
         device_backend: The capture backend: ``auto``, a name or an instance.
         outputs: ``owned`` (results belong to the caller) or ``view`` (results are valid until the

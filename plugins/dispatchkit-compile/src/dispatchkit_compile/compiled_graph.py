@@ -1,6 +1,6 @@
 """One Dynamo graph, run by a GraphRunner.
 
-Dynamo passes tensors of the exact size. The inputs go to the runner, which chooses a captured
+Dynamo passes tensors of the exact batch size. The inputs go to the runner, which chooses a captured
 graph, pads the inputs to its size, replays it, and returns the rows of the batch. If the Dynamo
 graph cannot be captured, or does not fit the arguments, the step runs eager and is counted by
 reason.
@@ -80,7 +80,7 @@ class CompiledGraph:
     Attributes:
         name: Name of the graph.
         options: The options of the backend.
-        pieces: The pieces of the graph; a single graph piece if it was not split, and empty if
+        pieces: The pieces of the graph: one graph piece if the graph was not split, and none if
             ``plain`` is set.
         runner: The runner; None until a step needs it.
         plain: The reason why all steps run eager, as (reason, explanation); None if the graph can
