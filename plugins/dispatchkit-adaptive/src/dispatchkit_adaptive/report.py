@@ -86,7 +86,7 @@ class BucketReport:
                 gap = f", {abs(one.margin):.1%} {'slower' if one.margin > 0 else 'faster'}"
             lines.append(
                 f"   {one.arm}: {one.median_us:.0f} µs ±{one.error:.1%}{gap}; "
-                f"{counted(one.samples, 'sample')}, last {counted(one.age, 'step')} ago"
+                f"{counted(one.samples, 'sample')}, the latest {counted(one.age, 'step')} ago"
             )
         return "\n".join(lines)
 
