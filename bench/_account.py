@@ -2,11 +2,12 @@
 
 The measurement is a ladder. The lowest rung is a bare launch, and each rung adds one part of the
 step to the rung below. The rungs are handwritten functions that use the runner's graph, copy node
-and table; the highest rung is the runner's call. This measures each part around a launch, as in
-use, instead of in a separate loop with warm caches. Each handwritten rung is a single function, so
-the rungs that call the plan and the dispatcher show the cost of dividing a step into functions.
+and table; the highest rung is the runner's call. In this way, each part is measured around a
+launch, as in use, instead of in a separate loop with warm caches. The lower rungs are single
+functions. The higher rungs call the plan and the dispatcher, and so show the cost of dividing a
+step into functions.
 
-Without a GPU, launches and nodes do nothing, and tensors are in host memory.
+Without a GPU, launches and copy nodes do nothing, and tensors are in host memory.
 """
 
 # ruff: noqa: SLF001 - the parts of a step are measured individually
@@ -51,7 +52,7 @@ class Parts:
         self.set_node(self.values)
 
     def in_place(self) -> dict[str, Run]:
-        """Return the rungs of an in-place step, lowest first."""
+        """Return the rungs of ``run_in_place``, lowest first."""
         launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
         lock, stream, decide, plan = self.lock, self.stream, self.decide, self.plan
         row, step, lane, values = self.row, self.step, self.lane, self.step.values
@@ -156,7 +157,7 @@ class Parts:
         }
 
     def views(self) -> dict[str, Run]:
-        """Return the rungs of a call with device inputs, lowest first."""
+        """Return the rungs of a call with inputs on the device, lowest first."""
         launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
         lock, stream, decide, plan = self.lock, self.stream, self.decide, self.plan
         row, set_node, bind, check = self.row, self.set_node, self.bind, self.check

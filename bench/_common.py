@@ -1,8 +1,9 @@
-"""Functions of the benchmark scripts, which print one JSON line per result.
+"""Functions that the benchmark scripts share. The scripts print one JSON line per result.
 
 All lines have the fields ``bench`` (script), ``case``, ``median``, ``unit``, ``n`` (number of
-samples), ``ratio_to`` (case for comparison), ``ratio``, ``device``, ``torch`` and ``driver``. The
-version of torch is read without an import, unless a script has imported torch already.
+samples), ``ratio_to`` (case for comparison), ``ratio``, ``device``, ``torch`` (version) and
+``driver`` (CUDA version that torch was built for). Scripts that do not need torch do not import it:
+the version is read from torch's package metadata.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 
 def at_least_one(text: str) -> int:
-    """Return a number from the command line.
+    """Convert a command-line argument to a whole number of at least 1.
 
     Raises:
         argparse.ArgumentTypeError: The text is not an integer of at least 1.
@@ -67,7 +68,7 @@ def emit(
 
 
 def machine() -> dict[str, str | None]:
-    """Return device, torch version and driver; the device is ``cpu`` if torch is not imported."""
+    """Return the fields of this machine; the device is ``cpu`` if torch is not imported."""
     try:
         version: str | None = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -83,10 +84,10 @@ def machine() -> dict[str, str | None]:
 def interleaved(
     cases: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 3
 ) -> dict[str, list[int]]:
-    """Return nanoseconds of each case, measured in turns.
+    """Measure cases in turns, and return the nanoseconds of each sample by case.
 
-    Cases take turns, so that a busy machine slows all of them equally. Garbage collection is
-    disabled.
+    Because the cases take turns, a busy machine slows all of them equally. Garbage collection is
+    disabled while they run.
 
     Args:
         cases: Functions to run, by name.
@@ -119,14 +120,14 @@ def emit_all(
     ratio_to: str | None = None,
     **more: Any,
 ) -> dict[str, float]:
-    """Print the median nanoseconds per call of each case, and its ratio.
+    """Print each case with its median nanoseconds per call and its ratio to one case.
 
     Args:
         bench: Name of the script.
         times: Nanoseconds of each sample, by case.
         per: Number of calls per sample.
-        ratio_to: Case that all others are compared with; the ratio is the median of the ratios of
-            samples of the same round.
+        ratio_to: Case that all others are compared with. The ratio is computed for each round, and
+            the median of these ratios is printed.
         more: Further fields.
 
     Returns:

@@ -15,14 +15,14 @@ from torch._guards import CompileContext
 
 @attrs.frozen
 class CompileTime:
-    """Time spent on compilation, in seconds, and the number of compiled graphs.
+    """Time that torch.compile has spent, in seconds, and the number of graphs.
 
     Attributes:
-        compiling: Time of Dynamo and everything that it calls.
-        tuning: Time of autotuning Triton kernels on their first call, after compilation. Tuning
-            during compilation is part of ``compiling``.
+        compiling: Time spent in Dynamo and everything that it calls.
+        tuning: Time spent on autotuning Triton kernels on their first call, after compilation.
+            Tuning during compilation is part of ``compiling``.
         graphs: Number of compiled graphs.
-        found: Number of graphs with kernels from the cache on disk.
+        found: Number of graphs whose kernels were found in the cache on disk.
     """
 
     compiling: float
@@ -49,7 +49,7 @@ _tuning = {"depth": 0, "seconds": 0.0}
 
 
 def compile_time() -> CompileTime:
-    """Return the time spent so far; autotuning counts from ``load_compiler`` on."""
+    """Return the time spent so far; autotuning counts from the call of ``load_compiler`` on."""
     return CompileTime(
         cumulative_time_spent_ns["entire_frame_compile"] / 1e9,
         _tuning["seconds"],
@@ -60,9 +60,9 @@ def compile_time() -> CompileTime:
 
 @functools.cache
 def load_compiler(device: torch.device) -> None:
-    """Compile a small function, to exclude imports from the first measured compilation.
+    """Load torch.compile by compiling a small function, and start to measure autotuning.
 
-    From then on, autotuning is measured. Source: ``CachingAutotuner`` in
+    The first measured compilation then does not include imports. Source: ``CachingAutotuner`` in
     torch/_inductor/runtime/triton_heuristics.py and ``dynamo_timed`` in torch/_dynamo/utils.py of
     torch 2.11 to 2.13. The total of ``dynamo_timed`` includes tuning during compilation.
     """

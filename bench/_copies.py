@@ -1,9 +1,9 @@
 """Measure ways to copy device inputs to a graph's static memory and launch the graph.
 
 Each way is measured as a complete step: it reads the addresses of new inputs, copies the inputs and
-launches the graph. The result is verified. A way that is not supported by this machine, torch or
-CUDA prints the reason in its line, and the others continue. The riskiest ways come last, because a
-kernel that reads an invalid address would end the process.
+launches the graph. The result is verified. If this machine, torch or CUDA does not support a way,
+its line contains the reason, and the other ways are still measured. The riskiest ways come last,
+because a kernel that reads an invalid address would end the process.
 
 Sources: CUDA Runtime API and CUDA Driver API of CUDA 13, "Memory Management", "Execution Control"
     and "Graph Management". In CUDA 12, the batched copy has one more argument.
@@ -60,7 +60,7 @@ extern "C" __global__ void copy_all(const __grid_constant__ Work work) {
 
 
 class Work(ctypes.Structure):
-    """Argument of the kernel."""
+    """Argument of the kernel ``copy_all``."""
 
     _fields_ = (
         ("source", V * MAX_INPUTS),
@@ -70,7 +70,7 @@ class Work(ctypes.Structure):
 
 
 class CopyNode(ctypes.Structure):
-    """cudaMemcpy3DParms, of which only the two addresses are read."""
+    """cudaMemcpy3DParms, of which only the target address is read."""
 
     _fields_ = (
         ("source_array", V),
@@ -110,7 +110,7 @@ def check_cuda(code: int) -> None:
 
 
 def captured(body: Callable[[], None]) -> tuple[Any, V]:
-    """Return a captured graph and its executable."""
+    """Capture a function; return the graph and the handle of its executable."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -136,7 +136,7 @@ def compiler() -> ctypes.CDLL:
 
 
 def compiled() -> V:
-    """Return the kernel as a driver function."""
+    """Compile the kernel ``copy_all``; return it as a driver function."""
     return loaded(cubin(compiler(), KERNEL), b"copy_all")
 
 
@@ -149,7 +149,7 @@ def loaded(code: bytes, name: bytes) -> V:
 
 
 def cubin(library: ctypes.CDLL, source: str) -> bytes:
-    """Return the device code of a kernel for this device."""
+    """Compile a kernel for this device; return its device code."""
     program = V()
     made = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k", 0, None, None)
     check_cuda(made)
@@ -203,7 +203,7 @@ def measure_kernel_loading() -> None:
 
 
 class Inputs:
-    """Two sets of ``count`` int64 inputs, and a graph that adds them."""
+    """Two sets of ``count`` int64 inputs, and a graph that sums one set."""
 
     def __init__(self, count: int) -> None:
         self.count, self.num_bytes = count, ROWS * 8
@@ -219,7 +219,7 @@ class Inputs:
         self.run = call_of(runtime(), "cudaGraphLaunch", V, V)
 
     def body(self) -> None:
-        """Read every input."""
+        """Sum all inputs. The graph consists of these operations."""
         self.out.zero_()
         for view in self.views:
             self.out.add_(view)
@@ -233,17 +233,17 @@ class Inputs:
             step(given)
             torch.cuda.synchronize()
             if not torch.equal(self.out, expected):
-                raise RuntimeError("the result is wrong")
+                raise RuntimeError("the step returned a wrong result")
 
-    # -- by torch -----------------------------------------------------------------------
+    # -- with torch ---------------------------------------------------------------------
 
     def launch_alone(self, stream: V | None = None) -> Step:
-        """Return a step that copies nothing."""
+        """Return a step that only launches the graph."""
         run, graph = self.run, self.exec
         return lambda _: run(graph, stream)
 
     def fused(self, stream: V | None = None) -> Step:
-        """Return a step with one fused copy."""
+        """Return a step with one fused copy of all inputs."""
         run, graph, views, copy = self.run, self.exec, self.views, torch._foreach_copy_
 
         def step(values: Sequence[torch.Tensor]) -> None:
@@ -263,7 +263,7 @@ class Inputs:
 
         return step
 
-    # -- by the runtime and the driver ----------------------------------------------------
+    # -- with the runtime and the driver --------------------------------------------------
 
     def runtime_each(self) -> Step:
         """Return a step with one cudaMemcpyAsync per input."""
@@ -293,7 +293,7 @@ class Inputs:
         return step
 
     def batched(self, copy_stream: V | None, launch_stream: V | None) -> Step:
-        """Return a step with one cudaMemcpyBatchAsync."""
+        """Return a step with one cudaMemcpyBatchAsync for all inputs."""
         count = self.count
         targets, sources = (V * count)(*self.places), (V * count)()
         sizes = (SIZE * count)(*[self.num_bytes] * count)
@@ -316,7 +316,7 @@ class Inputs:
 
         return step
 
-    # -- by cuda-bindings ----------------------------------------------------------------
+    # -- with cuda-bindings --------------------------------------------------------------
 
     def bindings_launch(self) -> Step:
         """Return a bare launch through the runtime API of cuda-bindings."""
@@ -368,7 +368,7 @@ class Inputs:
     # -- nodes of the graph, and a custom kernel ---------------------------------------------
 
     def copy_nodes(self) -> Step:
-        """Return a graph whose copy nodes get new sources before each launch."""
+        """Return a step that sets the sources of the graph's copy nodes, then launches it."""
         library, first = runtime(), self.sets[0]
 
         def body() -> None:
@@ -392,7 +392,7 @@ class Inputs:
         return step
 
     def _copies_of(self, library: ctypes.CDLL, graph: int) -> dict[int, V]:
-        """Return the copy nodes of a graph by target address."""
+        """Return the memcpy nodes of a graph by target address."""
         count, found = SIZE(), {}
         check_cuda(library.cudaGraphGetNodes(V(graph), None, ctypes.byref(count)))
         nodes = (V * count.value)()
@@ -405,7 +405,7 @@ class Inputs:
                 found[what.target] = V(node)
         missing = set(self.places) - set(found)
         if missing:
-            raise RuntimeError(f"{len(missing)} of the copies are not copy nodes")
+            raise RuntimeError(f"the graph has no memcpy node for {len(missing)} of the inputs")
         return found
 
     def _work(self) -> tuple[Work, Any]:
@@ -433,7 +433,7 @@ class Inputs:
         return step
 
     def kernel_node(self, function: V) -> Step:
-        """Return a graph whose first node is a kernel that copies all inputs."""
+        """Return a step that launches a graph whose first node, a kernel, copies all inputs."""
         work, params = self._work()
         config = LaunchConfig((self.count, 1, 1), (256, 1, 1))
         launch = call_of(driver(), "cuLaunchKernelEx", V, V, V, V)
@@ -496,7 +496,7 @@ def measure(name: str, group: str, inputs: Inputs, make: Callable[[], Step], rou
 
 
 def copies_and_launch(rounds: int) -> None:
-    """Measure all ways for each number of inputs."""
+    """Measure all ways to copy and launch, for each number of inputs."""
     side = torch.cuda.Stream()
     stream = V(side.cuda_stream)
     try:

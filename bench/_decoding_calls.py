@@ -1,4 +1,4 @@
-"""Complete calls of ``generate``, by the library and by GraphDecoder."""
+"""Complete calls of ``generate``, with transformers and with GraphDecoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = Callable[[torch.Tensor], Any]
 
 
 def calls_of(model: Any, args: argparse.Namespace, names: list[str]) -> dict[str, Call]:
-    """Return calls by name; each takes prompts of shape (rows, T)."""
+    """Return the named calls; each takes prompts of shape (rows, T)."""
     found: dict[str, Call] = {}
     if "library dynamic" in names:
         found["library dynamic"] = lambda ids: model.generate(ids, **generate_options(args))
@@ -31,7 +31,7 @@ def calls_of(model: Any, args: argparse.Namespace, names: list[str]) -> dict[str
 
 
 def num_tokens(args: argparse.Namespace) -> int:
-    """Return the number of new tokens of a call."""
+    """Return the number of tokens that a call generates per row."""
     return min(args.steps, args.length // 2, 50) + 1
 
 

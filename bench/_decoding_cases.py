@@ -67,7 +67,7 @@ def llama(hidden: int, middle: int, layers: int, heads: int, kv_heads: int, voca
 
 
 def gemma3(hidden: int, middle: int, layers: int, heads: int, window: int, vocabulary: int) -> Any:
-    """Return a Gemma-like model in which every sixth layer keeps all positions."""
+    """Return a Gemma-like model in which only every sixth layer attends to all positions."""
     return transformers.Gemma3ForCausalLM(
         transformers.Gemma3TextConfig(
             vocab_size=vocabulary,
@@ -115,7 +115,7 @@ def mamba(hidden: int, layers: int, vocabulary: int) -> Any:
 def whisper(
     hidden: int, middle: int, layers: int, heads: int, sources: int, vocabulary: int
 ) -> Any:
-    """Return a Whisper-like encoder-decoder model with sources of one length."""
+    """Return a Whisper-like encoder-decoder model whose sources all have the same length."""
     return transformers.WhisperForConditionalGeneration(
         transformers.WhisperConfig(
             vocab_size=vocabulary,
@@ -188,8 +188,8 @@ class Case:
         name: Name of the case.
         run: Function of tokens and positions (B,) that returns the next tokens (B,).
         held: Objects that must stay alive.
-        stats: Function that returns further fields of the case's lines, counted since its last
-            call.
+        stats: Function that returns further fields of the case's lines. Counts start anew with each
+            call of this function.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class Case:
 
 
 def source_length(model: Any, args: argparse.Namespace) -> int:
-    """Return the number of positions of a source; 0 for decoder-only models."""
+    """Return the number of positions of an encoder source; 0 for decoder-only models."""
     length: int = getattr(model.config, "max_source_positions", args.length)
     return length if model.config.is_encoder_decoder else 0
 
 
 def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return a step with a new cache, and the cache."""
+    """Return a decoding step without graphs, and its new cache."""
     found = probe(model, args.length)
     memory = found.cache(args.most, args.length, source_length(model, args))
     memory.source_mask.fill_(True)
@@ -220,13 +220,13 @@ def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def eager(model: Any, args: argparse.Namespace) -> Case:
-    """Return the step without graphs."""
+    """Return the case without graphs."""
     step, memory = plain_step(model, args)
     return Case("eager", lambda tokens, positions: step(tokens, positions)[0], memory)
 
 
 def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
-    """Return graphs captured by hand: static inputs, one graph per size, one pool."""
+    """Return the case with handwritten graphs: static inputs, one graph per size, one pool."""
     step, memory = plain_step(model, args)
     tokens = torch.zeros(args.most, dtype=torch.int64, device=DEVICE)
     positions = torch.full((args.most,), memory.sink, dtype=torch.int64, device=DEVICE)
@@ -235,8 +235,8 @@ def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
     # Capture as many graphs as GraphDecoder, the largest first.
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        # Keep the workspace of this stream: with `reduce-overhead` in this process, graphs would
-        # otherwise write to memory of other owners.
+        # Keep the cuBLAS workspace of this stream. Otherwise, `reduce-overhead` in the same process
+        # would free it, and the graphs would write to memory that is in use elsewhere.
         hold_workspace(side)
     for size in sorted(args.sizes, reverse=True):
         side.wait_stream(torch.cuda.current_stream())
@@ -263,12 +263,12 @@ def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
     return Case("raw graphs", run, (memory, graphs))
 
 
-# Values of torch.compile's setting `dynamic`; with "batch", dimension 0 is marked instead.
+# Argument `dynamic` of torch.compile; with "batch", dimension 0 is marked as dynamic instead.
 DYNAMIC = {"batch": None, "auto": None, "yes": True, "no": False}
 
 
 def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
-    """Return the step compiled by torch.compile, with the cache at static addresses."""
+    """Return the case with torch.compile and a cache at static addresses."""
     step, memory = plain_step(model, args)
     for one in memory.tensors:
         _dynamo.mark_static_address(one)
@@ -280,7 +280,8 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         nonlocal unmarked
         if unmarked and tokens.shape[0] > 1:
-            # As with compile=True of GraphDecoder; a single row is always compiled separately.
+            # GraphDecoder does the same with compile=True. torch compiles a batch of one row
+            # separately in any case.
             for one in (tokens, positions):
                 _dynamo.maybe_mark_dynamic(one, 0)
             unmarked = False
@@ -293,7 +294,7 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
 
 
 def decoder_of(model: Any, args: argparse.Namespace, **options: Any) -> GraphDecoder:
-    """Return a decoder for the largest batch with a cache of the given length."""
+    """Return a GraphDecoder for the largest batch, with a cache of the requested length."""
     if model.config.is_encoder_decoder:
         options["max_source_length"] = source_length(model, args)
     decoder = GraphDecoder(
@@ -308,7 +309,7 @@ def decoder_of(model: Any, args: argparse.Namespace, **options: Any) -> GraphDec
 
 
 def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
-    """Return the runner of GraphDecoder for the given length."""
+    """Return a case that calls the runner of a GraphDecoder."""
     decoder = decoder_of(model, args, **options)
     runner = decoder.runner()
 
@@ -335,12 +336,12 @@ def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> C
 
 
 def graphs_compiled(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
-    """Return GraphDecoder with compiled kernels."""
+    """Return a case that calls the runner of a GraphDecoder with compiled kernels."""
     chosen = functools.partial(torch.compile, dynamic=DYNAMIC[args.dynamic])
     return graphs(name, model, args, compile=args.dynamic == "batch" or chosen, **options)
 
 
-# One copy for each model, so that all cases share its compiled code.
+# One copy of each model, so that all cases share the copy's compiled code.
 _OTHERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -353,8 +354,8 @@ def with_decode_attention(model: Any) -> Any:
     return _OTHERS[model]
 
 
-# `reduce-overhead` is last, because it takes control of the allocator. The planned case uses the
-# code compiled for the case before it.
+# `reduce-overhead` is last, because it takes control of the allocator. `OWN_PLANNED` uses the code
+# compiled for `OWN_COMPILED`.
 CASES: dict[str, Callable[[Any, argparse.Namespace], Case]] = {
     "eager": eager,
     "raw graphs": raw_graphs,

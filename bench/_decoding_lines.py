@@ -1,4 +1,4 @@
-"""Print the lines of the decoding benchmark, and the summary of each model."""
+"""Print the result lines of the decoding benchmark, and a summary for each model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN, SAME_KERNELS = "graphs", "graphs, compiled"
 
 
 class Lines:
-    """Printer of the results of one model, which also collects them for the summary.
+    """Printer of one model's results. It also collects them for the summary.
 
     Args:
         model: Name of the model.
@@ -103,7 +103,7 @@ class Lines:
             )
 
     def filled(self, case: str, start: float, before: CompileTime) -> None:
-        """Print the compilation time of a case since a given moment."""
+        """Print the time that a case has spent on compilation since ``before``."""
         synchronize()
         fields, elapsed = spent_since(before), perf_counter() - start
         emit(BENCH, case, elapsed, "s", 1, model=self.model, traffic="cache filled", **fields)
@@ -117,16 +117,17 @@ class Lines:
 
 
 def compared(milliseconds: Mapping[str, float]) -> dict[str, Any]:
-    """Return comparisons of the cases of one traffic.
+    """Compare the cases of one kind of traffic.
 
     Args:
         milliseconds: Milliseconds per step, by case.
 
     Returns:
         ``best``: the fastest case of this package; ``ms``: its time; ``times ...``: its speed
-            relative to each rival. ``plain to raw``: the speed of plain graphs relative to those by
-            hand. ``compiled to rival``: the speed of compiled graphs, with the same attention,
-            relative to the best compiled rival. Cases that were not measured are omitted.
+            relative to each rival. ``plain to raw``: the speed of plain graphs relative to
+            handwritten graphs. ``compiled to rival``: the speed of compiled graphs relative to the
+            best compiled rival, both with the same attention. Comparisons with cases that were not
+            measured are omitted.
     """
     ours = {case: ms for case, ms in milliseconds.items() if case not in RIVALS}
     found: dict[str, Any] = {}
@@ -145,7 +146,7 @@ def compared(milliseconds: Mapping[str, float]) -> dict[str, Any]:
 
 
 def spent_since(before: CompileTime) -> dict[str, float]:
-    """Return the compilation since a given moment as fields of a line."""
+    """Return the time spent on compilation since ``before``, as fields of a line."""
     spent = compile_time().since(before)
     return {
         "compile_s": round(spent.compiling, 2),

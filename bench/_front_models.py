@@ -1,4 +1,4 @@
-"""Common models with random weights, and calls of varying sizes."""
+"""Common models with random weights, and calls of varying sizes for ``front.py``."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Model:
 
     Attributes:
         module: Module, called with inputs by name, or by position if ``positional``.
-        inputs: Shape of each input; None for the batch dimension, a name for other dimensions that
-            vary.
+        inputs: Shape of each input, with None for the batch dimension and a name for every other
+            dimension that varies.
         calls: Inputs of each call.
         positional: Whether inputs are passed by position.
         fills: Padding values of inputs that are not padded with 0.
@@ -175,7 +175,7 @@ def _transformer(device: torch.device) -> Model:
 
 
 def _added_mask(device: torch.device) -> Model:
-    """Return transformer layers with an additive mask, and calls of varying size and length."""
+    """Return transformer layers with an additive mask, called with varying size and length."""
     layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, activation="gelu")
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
@@ -233,7 +233,7 @@ def _bert(device: torch.device) -> Model:
 
 
 def _sentences(device: torch.device) -> Model:
-    """Return embeddings pooled as in sentence-transformers, from tokenized features."""
+    """Return a BERT model with the pooling of sentence-transformers, called with token ids."""
     pooling = _import("sentence_transformers.models").Pooling(384)
 
     class Sentences(nn.Module):
@@ -296,7 +296,7 @@ def _of_lengths(module: nn.Module, device: torch.device) -> Model:
 
 
 def _gcn(device: torch.device) -> Model:
-    """Return a graph convolution network with batches of node features of one fixed graph."""
+    """Return a graph convolutional network, called with node features of one fixed graph."""
     convolution = _import("torch_geometric.nn").GCNConv
     edges = torch.randint(0, 200, (2, 800), device=device)
 
@@ -316,7 +316,7 @@ def _gcn(device: torch.device) -> Model:
 
 
 def _unet(device: torch.device) -> Model:
-    """Return a UNet with the calls of a DDIM loop of 12 steps."""
+    """Return a UNet, called as in a DDIM loop of 12 steps."""
     diffusers = _import("diffusers")
     module = diffusers.UNet2DModel(
         sample_size=32,

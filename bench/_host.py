@@ -1,8 +1,8 @@
 """Measure ways to copy host inputs and launch a graph in one step, for ``floors.py``.
 
-The step has three int64 arrays and a graph of 50 operations. The arrays reach the graph in one of
-two ways: as data of the package's copy node, for each capacity of the node; or in pinned memory
-that the graph copies from, guarded by an event.
+The step has three int64 arrays and a graph of 50 operations. The arrays reach the graph as data of
+the package's copy node, measured with several capacities of the node, or in pinned memory that the
+graph copies from. An event prevents the host from overwriting this memory too early.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CopyNodeGraph:
         self.set_and_launch()
 
     def num_wrong(self) -> int:
-        """Return the number of steps, of 50, that read data written after their launch."""
+        """Return how many of 50 steps read data that was written after their launch."""
         torch.cuda._sleep(20_000_000)  # noqa: SLF001
         given = np.arange(self.rows)
         kept = []
@@ -94,7 +94,7 @@ class CopyNodeGraph:
 
 
 def by_nodes(rounds: int) -> None:
-    """Measure the copy node with data of each capacity."""
+    """Measure copy nodes of each capacity but the smallest, filled with host data."""
     for capacity in CAPACITIES[1:]:
         group = f"{ARRAYS} host arrays, node with {capacity} bytes"
         try:

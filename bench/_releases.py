@@ -1,7 +1,7 @@
 """Decide one batch with the dispatchers of published vLLM releases.
 
-They are fetched by ``make rivals`` and run unchanged, with a stand-in for the configuration that
-they read. The loader is shared with the tests of the vLLM plugin.
+``make rivals`` fetches the dispatchers. They run unchanged, with a stand-in for the configuration
+that they read. The loader is shared with the tests of the vLLM plugin.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def _config(module: ModuleType, padding: Sequence[int], sizes: Sequence[int]) ->
 def calls(
     padding: Sequence[int], sizes: Sequence[int], num_tokens: int, *, uniform: bool
 ) -> Iterator[tuple[str, Callable[[], Any] | None]]:
-    """Yield each release with a function that decides one batch; None if it is not fetched.
+    """Yield each release with a function that decides one batch; None if not fetched.
 
-    Release 0.11 gets a padded descriptor from its caller, which creates it for each batch.
+    The dispatcher of release 0.11 expects its caller to create a padded descriptor for each batch.
+    The function for this release therefore also creates the descriptor.
     """
     loader = _loader()
     for release in RELEASES:

@@ -2,16 +2,16 @@
 
     python bench/breaks.py [--rounds N] [--steps N] [--layers N]
 
-- Mixed traffic: the mixed steps of the demo's trace through the demo's decoder: ``eager``, split by
-  tracing (``traced``), and in segments without tracing (``segments``). A sample is the duration of
-  the trace divided by its number of steps.
-- Prefill: a model of ``--layers`` layers whose attention reads metadata on the host, with sequences
-  of different lengths: ``eager``, ``segments``, and ``torch.compile default``, in which attention
-  is a graph break. A sample is one step.
+- Mixed traffic: the demo's decoder runs the mixed steps of the demo's trace ``eager``, split into
+  pieces by tracing (``traced``), and in segments without tracing (``segments``). A sample is the
+  duration of the trace divided by its number of steps.
+- Prefill: a model of ``--layers`` layers whose attention reads sequence lengths on the host runs
+  ``eager``, in ``segments``, and with ``torch.compile default``, in which attention is a graph
+  break. The sequences have different lengths. A sample is one step.
 
-Lines that begin with ``#`` contain the numbers of segments and operations of the largest graph, the
-duration of all captures, and the bytes of all graphs. Without a CUDA device, small models run on
-the tape, which tests the script only; torch.compile is skipped.
+Lines that begin with ``#`` contain the number of segments of the largest graph, their operations
+and times, the duration of all captures, and the bytes of all graphs. Without a CUDA device, small
+models run on the tape backend, which tests the script only; torch.compile is skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def wait() -> None:
 
 
 def captured(step: Any, inputs: dict[str, StaticInput], sizes: list[int], state: Any) -> Any:
-    """Return a runner with all graphs captured, and the cost of the captures."""
+    """Return a runner with all graphs captured, and the time and memory of the captures."""
     start = perf_counter()
     runner = GraphRunner(
         step,
@@ -116,7 +116,7 @@ def mixed_traffic(rounds: int, num_steps: int) -> None:
 
 
 class Layer(nn.Module):
-    """A layer whose attention runs eager, with sequence lengths on the host."""
+    """A layer whose attention runs eager, because it reads sequence lengths on the host."""
 
     def __init__(self, width: int, num_heads: int, lengths: dict[str, list[int]]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Layer(nn.Module):
 
     @eager_region
     def attend(self, out: torch.Tensor, qkv: torch.Tensor) -> None:
-        """Write the attention of each sequence. Shapes: out (T, E), qkv (T, 3E)."""
+        """Write each sequence's attention to ``out``. Shapes: out (T, E), qkv (T, 3E)."""
         start = 0
         for length in self.lengths["now"]:
             length = min(length, len(qkv) - start)  # captures run at other sizes
@@ -193,9 +193,11 @@ def check(cases: dict[str, Callable[..., Any]], inputs: dict[str, torch.Tensor])
             got = run(**inputs)
             error = float((got - want).float().norm() / want.float().norm())
             if not error < 2e-2:
-                raise SystemExit(f"{name} differs from eager by {error}")
+                raise SystemExit(f"{name} differs from eager by a relative error of {error}")
             if isinstance(run, GraphRunner) and run.stats().steps_by_mode["NONE"]:
-                raise SystemExit(f"{name} ran eager: {run.stats().eager_by_reason}")
+                raise SystemExit(
+                    f"{name} ran steps eager, by reason: {run.stats().eager_by_reason}"
+                )
 
 
 def show(

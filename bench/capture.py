@@ -9,15 +9,17 @@
 - ``GraphRunner``: ``runner.capture()`` of the same step with the same outputs. The creation of the
   runner (plugins, policy, static inputs) has a separate line, because the handwritten loops do not
   create their static inputs.
-- ``GraphRunner with max_bytes``: the same with a sufficient budget, which rehearses each capture.
-- ``first answer, lazy``: a new runner with ``lazy=True``, from its first call until its result, at
-  the largest size and at 8; the ratio is to the complete ``GraphRunner`` capture.
+- ``GraphRunner with max_bytes``: the same with a memory budget that is large enough for all graphs.
+  With a budget, the runner rehearses each capture.
+- ``first answer, lazy``: the time from the first call of a new runner with ``lazy=True`` to the
+  result, for a batch of the largest size and for 8 rows. The ratio is to the time of the complete
+  ``GraphRunner`` capture.
 
 Cases take turns in one process and start without graphs. The ratio is the median of the ratios
 within a round, and ``best`` the minimum over rounds. ``pool`` lines contain the bytes that torch
 reserved for graphs and their shared outputs. ``device`` lines contain the decrease of free device
-memory, which includes launchable graphs. Without a CUDA device, the tape captures a small decoder
-at the smallest sizes without a handwritten loop, which tests the script only.
+memory, which includes the instantiated graphs. Without a CUDA device, the tape backend captures a
+small decoder at the smallest sizes, and there are no handwritten loops. This tests the script only.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 SIZES = VLLM_SIZES if torch.cuda.is_available() else VLLM_SIZES[:11]
 NAMES = ("tokens", "positions", "slots")
 
-#: Prepares a case, and returns the function that captures all sizes.
+#: Function that prepares a case, and returns the function that captures all sizes.
 Case = Callable[[], Callable[[], tuple[Any, int]]]
 
 
@@ -95,7 +97,8 @@ class CapturedDecoder:
             backend="cuda" if self.device != "cpu" else "tape",
             outputs="view",
             # As in a server whose cache fills the device, rows without a token write to a slot that
-            # is never read. Therefore neither the runner nor the handwritten loops save the cache.
+            # is never read. Therefore neither the runner nor the handwritten loops save and restore
+            # the cache.
             state=StepState(scratch=self.cache.tensors),
             **settings,
         )
@@ -138,7 +141,7 @@ def capture_by_hand(subject: CapturedDecoder, *, without_gc: bool) -> tuple[Any,
 
 
 def capture_by_runner(runner: GraphRunner) -> tuple[Any, int]:
-    """Capture all sizes with a runner; return it and the bytes of its graphs."""
+    """Capture all sizes with a runner; return the runner and the bytes of its graphs."""
     report = runner.capture()
     if report.failed or report.skipped:
         raise SystemExit(f"not all sizes were captured: {report}")
@@ -181,7 +184,7 @@ def check(subject: CapturedDecoder, kept: Any) -> None:
 
 
 def measure(subject: CapturedDecoder, case: Case) -> dict[str, float]:
-    """Return milliseconds and bytes of one capture of all sizes, starting without graphs."""
+    """Capture all sizes once, starting without graphs; return milliseconds and bytes."""
     free = free_unused(subject)
     start = perf_counter()
     run = case()
@@ -235,7 +238,7 @@ def main() -> None:
     )
     on_device = torch.cuda.is_available()
     if not on_device:
-        torch.set_num_threads(1)  # more threads would mostly wait for each other
+        torch.set_num_threads(1)  # more threads mostly wait for each other
     parser.add_argument("--rounds", type=int, default=5 if on_device else 1)
     parser.add_argument("--layers", type=int, default=16 if on_device else 1)
     parser.add_argument("--profile", action="store_true", help="print a profile")
@@ -264,7 +267,7 @@ def main() -> None:
     )
     if options.profile:
         profile(subject)
-    for case in cases.values():  # loads libraries and kernels, and warms the allocator
+    for case in cases.values():  # load libraries and kernels, and warm the allocator
         check(subject, case()()[0])
         free_unused(subject)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}

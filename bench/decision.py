@@ -2,19 +2,21 @@
 
     python bench/decision.py [ROUNDS] [--trace steps.csv.gz]
 
-Each group of cases takes turns:
+The cases of a group take turns:
 
 - ``one cell``: the same batch repeatedly, compared with a dictionary of tuples with the same
   checks, and with building a descriptor and probing sets of keys, as engines do.
-- ``walk``: the batches of a step trace in order, with 50 and with 100,000 keys.
-- ``updated``: the same walk if every cell was set by an update instead of by the policy.
+- ``walk``: the batches of a step trace in order, with about 50 and about 100,000 keys, and with a
+  table whose cells were set by updates instead of by the policy (``updated``).
+- ``hot``: single batches of the trace, each repeated many times, so that caches are warm.
 - ``releases``: the dispatchers of published vLLM releases, fetched by ``make rivals``.
-- ``plugins``: with one loaded plugin, and with seven.
-- ``kinds``: batches that leave the usual path (dict rows, more requests than the graph holds).
+- ``plugins``: the same policy with one loaded plugin, and with seven.
+- ``kinds``: less common decisions: from a table so large that its rows are dicts, and for a batch
+  with more requests than the graph holds.
 
-The time of the calling loop is subtracted. With ``--trace``, the columns ``num_tokens``,
-``num_reqs``, ``uniform_decode`` and ``num_active_loras`` are read from a CSV file. By default,
-steps like those of a chat server are generated from a fixed seed.
+The time of the calling loop is subtracted, except in ``hot``. With ``--trace``, steps are read from
+a gzipped CSV file with the columns of a step trace. By default, steps like those of a chat server
+are generated from a fixed seed.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class DictOfTuples:
 
 @dataclasses.dataclass(frozen=True)
 class PlainDescriptor:
-    """Descriptor that engines build for a look-up: frozen, hashable, and not validated."""
+    """Descriptor as engines build it for a look-up: frozen, hashable, and not validated."""
 
     num_tokens: int
     num_reqs: int | None = None
@@ -99,8 +101,9 @@ class PlainDescriptor:
 
 
 class DescriptorPerProbe:
-    """A dispatcher that builds a padded descriptor, and looks it up in sets of keys, exact and then
-    relaxed.
+    """A dispatcher that looks up a padded descriptor in sets of keys, as engines do.
+
+    It first probes the exact descriptor, then a relaxed one.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -115,7 +118,7 @@ class DescriptorPerProbe:
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> tuple[RuntimeMode, PlainDescriptor | None]:
-        """Return the mode and the descriptor, as engines do."""
+        """Return the runtime mode, and the descriptor of the graph."""
         if not 0 < num_tokens <= self.limit:
             return RuntimeMode.NONE, None
         padded = self.padding[num_tokens]
@@ -218,13 +221,13 @@ def repeat_call(call: Callable[[], object], number: int) -> Callable[[], None]:
 
 
 def deciding(dispatch: Callable[..., object], step: Step) -> Callable[[], object]:
-    """Return a decision as a call without arguments, as for the published dispatchers."""
+    """Return a function without arguments that makes one decision."""
     n, reqs, uniform, loras, ceiling = step
     return lambda: dispatch(n, reqs, uniform, loras, ceiling)
 
 
 def releases_group(rounds: int) -> None:
-    """Compare one decision with the published dispatchers, by calls without arguments."""
+    """Compare one decision with those of published dispatchers."""
     sizes = [1, 2, 4, *range(8, 249, 8), *range(256, 513, 16)]
     config = DispatchConfig(sizes=sizes, max_num_tokens=512, max_num_seqs=256)
     padding = padding_table(sizes)
@@ -242,7 +245,7 @@ def releases_group(rounds: int) -> None:
         }
         for release, call in calls(padding, sizes, 60, uniform=bool(uniform)):
             if call is None:
-                emit(BENCH, f"vLLM {release}", 0, "ns", 0, missing="fetch it: make rivals")
+                emit(BENCH, f"vLLM {release}", 0, "ns", 0, missing="not fetched; run `make rivals`")
                 continue
             found = call()[0].name
             if found != mode:
@@ -313,7 +316,7 @@ def main() -> None:
     """Measure all groups and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", nargs="?", type=int, default=200)
-    parser.add_argument("--trace", type=Path, help="step trace (CSV, gzip)")
+    parser.add_argument("--trace", type=Path, help="step trace, a gzipped CSV file")
     options = parser.parse_args()
     rounds = options.rounds
     releases_group(rounds)
@@ -358,7 +361,7 @@ def main() -> None:
     )
     emit_all(BENCH, net(times, "loop"), per=len(steps), ratio_to=f"walk, {keys_few}", group="walk")
 
-    # Repeat each batch of the trace with warm caches, with few and with many keys.
+    # Repeat single batches of the trace, so that caches are warm, with few and with many keys.
     distinct = list(dict.fromkeys(steps))[:: max(1, len(set(steps)) // 64)]
     hot: dict[str, list[int]] = {keys_few: [], keys_many: []}
     for n, reqs, uniform, loras, ceiling in distinct:

@@ -10,40 +10,41 @@ step takes one token per row and returns the next tokens on the device. Cases ta
 compile run after the others. The device is synchronized only at the end of a round.
 
 - ``eager``: the step without graphs.
-- ``raw graphs``: one torch.cuda.graph for each measured size, captured by hand on the same cache.
-- ``graphs``: GraphDecoder. ``graphs, compiled``: GraphDecoder with kernels of torch.compile.
+- ``raw graphs``: one handwritten torch.cuda.graph for each measured size, all with one cache.
+- ``graphs``: GraphDecoder. ``graphs, compiled``: GraphDecoder with kernels from torch.compile.
 - ``graphs, decode attention``, ``graphs, compiled, decode attention``: the same with
-  ``DECODE_ATTENTION``; all other cases except the next use ``sdpa`` of the library.
-- ``graphs, compiled, decode attention, planned``: the same with ``--graphs`` capture sizes planned
-  by ``plan_sizes`` from the steps of the trace after the measured ones (only in ``trace``).
-- ``reduce-overhead``, ``default``: torch.compile of the step, with its own graphs and without (the
-  latter only for the smallest fixed batch).
-- ``library static``, ``library dynamic``, ``generate``: complete calls of ``generate``, only for
-  fixed batches: with the compiled static cache (only for the smallest batch), with the dynamic
-  cache, and by GraphDecoder.
+  ``DECODE_ATTENTION``. All other cases, except the next one, use transformers' ``sdpa``.
+- ``graphs, compiled, decode attention, planned``: the same with ``--graphs`` capture sizes, which
+  ``plan_sizes`` plans from the trace steps after the measured ones (only in ``trace``).
+- ``reduce-overhead``: torch.compile of the step with torch's own graphs. ``default``: torch.compile
+  without graphs (only for the smallest fixed batch).
+- ``library static``, ``library dynamic``: complete calls of transformers' ``generate`` with its
+  compiled static cache (only for the smallest batch), and with its dynamic cache. ``generate``:
+  complete calls of GraphDecoder's ``generate``. These three run only in ``calls``.
 
-There are three parts, run in this order with the same cases:
+There are three parts, run in this order:
 
 - ``trace``: the batch sizes of the first steps of real traffic, starting cold. Times include
   captures and re-recordings. Compilation and autotuning are excluded and printed separately
-  (``compile_s``, ``autotune_s``). ``compiled`` is the number of graphs, ``found`` the number of
-  graphs whose kernels were on disk. With ``--eager-steps``, eager, which needs no warmup, runs only
-  that many evenly spaced steps. "The trace again" repeats the steps with everything captured, with
-  cases in turns and half as many rounds.
+  (``compile_s``, ``autotune_s``). ``compiled`` is the number of graphs that torch.compile compiled,
+  ``found`` the number of those whose kernels were on disk. With ``--eager-steps N``, the case
+  ``eager`` runs only N evenly spaced steps. After that, lines of "trace of ..., again" repeat the
+  steps with everything captured, with cases in turns and half of ``--rounds``.
 - ``fixed``: milliseconds per step of one batch size, and tokens per second, with everything
   captured.
-- ``calls``: milliseconds per new token of complete calls.
+- ``calls``: milliseconds per new token of complete calls, for the same batch sizes.
 
 Each line is printed as soon as it is measured. A case that fails prints a line with ``error``; the
 others continue, and the exit status is 1. The last line of a model, ``summary``, contains three
-comparisons for each traffic: the best case of this package with each alternative; plain graphs with
-handwritten graphs; and compiled graphs with the best compiled alternative that uses the same
-attention.
+comparisons for each kind of traffic: the best case of this package with each alternative;
+``graphs`` with handwritten graphs; and ``graphs, compiled`` with the best compiled alternative,
+which uses the same attention.
 
 torch.compile takes up to 15 seconds per graph and compiles two graphs per case: one for a single
 row, one for any other batch. With ``--dynamic batch``, only the batch dimension is marked as
-dynamic, as by GraphDecoder with ``compile=True``. With ``auto``, torch.compile specializes on the
-first size and generalizes at the second. ``yes`` and ``no`` are its settings of these names.
+dynamic, as in GraphDecoder with ``compile=True``. With ``auto``, torch.compile specializes on the
+first size and generalizes at the second. ``yes`` and ``no`` stand for ``dynamic=True`` and
+``dynamic=False``.
 
 ``--fill-cache`` only compiles; later measurements then find the kernels on disk. Models and cases
 can be compiled in separate processes:
@@ -54,8 +55,8 @@ can be compiled in separate processes:
     done; wait
     python bench/decoding.py
 
-Models with other kinds of layers (windows, linear attention, state space, encoder-decoder); each
-takes less than a minute:
+These commands measure models with other kinds of layers (sliding windows, linear attention, state
+space, encoder-decoder). Each model takes less than a minute:
 
     four="gemma3 qwen3.5 mamba whisper"
     python bench/decoding.py --models $four --parts fixed --steps 30 --most 64 \
@@ -63,8 +64,8 @@ takes less than a minute:
     python bench/decoding.py --models $four --parts trace --eager-steps 100 --rounds 2 --most 32 \
         --cases eager "raw graphs" graphs "graphs, compiled" reduce-overhead
 
-Without a CUDA device, tiny models run on the tape. This tests the script only; torch.compile is
-skipped unless ``--compile`` is given.
+Without a CUDA device, tiny models run on the tape backend. This tests the script only;
+torch.compile is skipped unless ``--compile`` is given.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ import torch
 try:
     import transformers  # noqa: F401 - fails here with a clearer message than in the modules below
 except ImportError:
-    raise SystemExit("Requires transformers: pip install 'dispatchkit[transformers]'") from None
+    raise SystemExit(
+        "This script requires transformers: pip install 'dispatchkit[transformers]'"
+    ) from None
 
 from _common import at_least_one
 from _compile_time import compile_time, load_compiler
@@ -109,7 +112,9 @@ Given = tuple[torch.Tensor, torch.Tensor]
 
 
 class Session:
-    """The measurement of one model, whose cases are shared by all parts.
+    """The measurement of one model.
+
+    The parts ``trace`` and ``fixed`` share the cases, so graphs are captured once.
 
     Args:
         lines: Printer of the results.
@@ -129,7 +134,7 @@ class Session:
         self._views: dict[int, Given] = {}
 
     def inputs(self, rows: int) -> Given:
-        """Return tokens and positions of a batch, which are the same each time."""
+        """Return the tokens and positions of a batch, always the same tensors."""
         if rows not in self._views:
             self._views[rows] = self._tokens[:rows], self._positions[:rows]
         return self._views[rows]
@@ -153,7 +158,7 @@ class Session:
             with self.lines.catch_errors(traffic, one):
                 try:
                     before, start = compile_time(), perf_counter()
-                    case = self.case(one)  # captures raw graphs
+                    case = self.case(one)  # the case `raw graphs` captures here
                     for given in steps:
                         case.run(*given)
                     synchronize()
@@ -177,7 +182,7 @@ class Session:
     def fixed(self) -> None:
         """Measure steps of one batch size, with everything captured and compiled."""
         names = selected_cases(self.args, "fixed")
-        # Compiled cases come last, so that a time limit stops only these.
+        # Compiled cases come last, so that a time limit cuts off only these.
         for group in (set(names) - set(COMPILED), set(names) & set(COMPILED)):
             for rows in self.args.batches:
                 self._fixed(rows, [one for one in names if one in group])
@@ -201,14 +206,14 @@ class Session:
         self.lines.report(traffic, ready, seconds, [rows] * self.args.steps, fields)
 
     def calls(self) -> None:
-        """Measure complete calls of ``generate``, by the library and by GraphDecoder."""
+        """Measure complete calls of ``generate``, of transformers and of GraphDecoder."""
         self._made.clear()
         reset_compiler()
         count = num_tokens(self.args)
         calls = calls_of(self.model, self.args, selected_cases(self.args, "calls"))
         for rows in self.args.batches:
             if rows != self.args.batches[0]:
-                calls.pop(LIBRARY_STATIC, None)  # the library would compile again for each batch
+                calls.pop(LIBRARY_STATIC, None)  # it would compile again for each batch
             ids, traffic = prompts(rows), f"generate, batch {rows}"
             ready = []
             for one, call in calls.items():
@@ -290,7 +295,7 @@ def in_turns(cases: Sequence[Case], steps: Sequence[Given], rounds: int) -> dict
 
 
 def measure(name: str, args: argparse.Namespace) -> list[str]:
-    """Measure one model, or only compile for it; return the cases that failed."""
+    """Measure one model, or only fill the cache for it; return the cases that failed."""
     lines = Lines(name)
     with lines.catch_errors("all", "model"):
         session = Session(lines, make_model(name), args)
@@ -316,7 +321,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least_one, default=3 if IS_GPU else 2)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--trace-steps", type=int, default=1000 if IS_GPU else 30)
-    parser.add_argument("--eager-steps", type=at_least_one, help="steps of the trace (all)")
+    parser.add_argument(
+        "--eager-steps",
+        type=at_least_one,
+        help="number of trace steps that run eager (default: all)",
+    )
     parser.add_argument("--graphs", type=int, default=3, help="number of planned capture sizes")
     parser.add_argument("--length", type=int, default=512 if IS_GPU else 64)
     parser.add_argument("--most", type=int, default=128 if IS_GPU else 16, help="largest batch")
@@ -326,7 +335,7 @@ def arguments() -> argparse.Namespace:
         "--dynamic",
         default="batch",
         choices=("batch", "auto", "yes", "no"),
-        help="dimensions that torch.compile treats as dynamic",
+        help="which dimensions torch.compile treats as dynamic",
     )
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--compile", action="store_true", help="use torch.compile on a CPU too")

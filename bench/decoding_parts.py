@@ -3,8 +3,8 @@
     python bench/decoding_parts.py [--models NAME ...] [--cases CASE ...] [--batches N ...]
         [--rounds N] [--trace-steps N] [--length N] [--most N] [--trace FILE]
 
-Models, cases and traces are those of ``decoding.py``, compiled in advance in the same way. For each
-case:
+Models, cases and traces are those of ``decoding.py``, whose ``--fill-cache`` also compiles for this
+script in advance. For each case:
 
 - ``first pass``: the steps of a trace from a cold start, with host times of each call. A call that
   takes more than ten times the median has captured, compiled or tuned something. The number of
@@ -14,7 +14,7 @@ case:
 For each batch size, with everything captured:
 
 - ``host``: one call on an idle device, without waiting for its result;
-- ``wall``: one of 20 consecutive steps;
+- ``wall``: the time per step of 20 consecutive steps;
 - ``device``: the time between two events around a call that is queued behind other work, which
   hides the host time;
 - ``kernels``: the durations of all kernels of a call (torch.profiler), their number, and the
@@ -41,7 +41,9 @@ import torch
 try:
     import transformers  # noqa: F401 - fails here with a clearer message than in the modules below
 except ImportError:
-    raise SystemExit("Requires transformers: pip install 'dispatchkit[transformers]'") from None
+    raise SystemExit(
+        "This script requires transformers: pip install 'dispatchkit[transformers]'"
+    ) from None
 
 from _common import at_least_one, emit
 from _compile_time import compile_time, load_compiler
@@ -65,11 +67,11 @@ HIDING_CYCLES = 20_000_000
 
 
 class Parts:
-    """The measurement of the parts of one case's steps.
+    """The measurement of the parts of a decoding step, for one case.
 
     Args:
         name: Name of the model.
-        model: Model.
+        model: Model whose steps the case runs.
         case: Case to measure.
         args: Command-line arguments.
     """
@@ -87,7 +89,7 @@ class Parts:
         self.case.run(self._tokens[:rows], self._positions[:rows])
 
     def measure_passes(self, sizes: Sequence[int]) -> None:
-        """Measure a trace from a cold start, and again when warm."""
+        """Measure a trace from a cold start, then three times warm."""
         before, start, calls = compile_time(), perf_counter(), []
         for rows in sizes:
             begin = perf_counter()

@@ -2,16 +2,16 @@
 
     python bench/floors.py [ROUNDS] [--only GROUP]
 
-``account`` attributes a warm step of the runner to its parts (``_account.py``); it also runs
-without a GPU, with launches that do nothing. ``properties`` (the current stream, locks, tensor
+``account`` attributes the time of a warm step of the runner to its parts (``_account.py``). It also
+runs without a GPU, with launches that do nothing. ``properties`` (the current stream, locks, tensor
 attributes, events), ``copies`` and ``launches`` measure the host time of single calls. ``launches``
-also measures the device time of graphs that begin with copies from pinned memory: of one block, or
-of each input. ``ways`` measures all ways to copy device inputs and launch in one step
-(``_copies.py``), and the load time of the package's copy kernel; ``host`` does so for arrays
-(``_host.py``).
+also measures the device time of graphs that begin with copies from pinned memory: one copy of all
+inputs, or one per input. ``ways`` measures all ways to copy device inputs and launch in one step
+(``_copies.py``), and the load time of the package's copy kernel. ``host`` measures ways to copy
+host arrays and launch (``_host.py``).
 """
 
-# ruff: noqa: SLF001 - private functions of torch are measured, too
+# ruff: noqa: SLF001 - private functions of torch are also measured
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUCKET = 256
 def measure(
     group: str, name: str, call: Callable[[], Any], rounds: int, together: int = 50
 ) -> None:
-    """Print the host time of one call, with synchronization between samples."""
+    """Print the host time of one call. The device is synchronized between samples."""
     for _ in range(20):
         call()
     samples = []
@@ -51,7 +51,7 @@ def measure(
 
 
 def properties(rounds: int) -> None:
-    """Measure streams, locks and tensor attributes."""
+    """Measure operations on streams, locks, tensor attributes and events."""
     x = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
     shape, device, lock, current = x.shape, x.device, threading.RLock(), torch.cuda.current_stream
     raw = torch._C._cuda_getCurrentRawStream
@@ -107,7 +107,7 @@ def copies(rounds: int) -> None:
 
 
 def launches(rounds: int) -> None:
-    """Measure graphs of several sizes, launched by torch and by the CUDA runtime."""
+    """Measure launches of graphs through torch and through the CUDA runtime."""
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
     launch = runtime.cudaGraphLaunch
     launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)

@@ -2,17 +2,20 @@
 
     python bench/front.py [--workers 8] [--limit-s 240] [--cases REGEX] [--no-tf32]
 
-Workers check all models in parallel, then measure one at a time, alone on the device. Lines whose
-``case`` starts with "results" contain the largest error relative to eager (norm of the difference
-divided by norm of the result), and the share of warm calls that were replayed. Lines with "time"
-contain the median time of a call in microseconds with ``graphed``, eager and a GraphRunner with
-declared inputs (``runner``). Lines with "compiled" contain ten models with torch.compile in mode
-reduce-overhead at their largest batch, ``graphed`` and eager at the same batch, and the seconds of
-compilation. The last line counts all lines.
+Workers check all models in parallel. Then one worker at a time measures, alone on the device. The
+kind of a line is the first word of its ``case``:
 
-A model that fails prints a line "failed ...", and each package that cannot be imported prints one
-line "missing ...". Workers that exceed the time of a stage are stopped, with a line "stopped ...".
-``--no-tf32`` uses full precision, in which results for different batch sizes differ least.
+- "results": the largest error relative to eager (norm of the difference divided by norm of the
+  result), and the share of warm calls that were replayed.
+- "time": the median time of a call in microseconds with ``graphed``, eager and a GraphRunner with
+  declared inputs (``runner``).
+- "compiled": for ten models at their largest batch, the times with torch.compile in mode
+  reduce-overhead, ``graphed`` and eager, and the seconds of compilation.
+- "failed": a model that raised an error. "missing": a package that cannot be imported. "skipped": a
+  model for which a stage had no time left. "stopped": a worker that exceeded the time of a stage.
+
+The last line counts the lines of each kind. ``--no-tf32`` uses full precision, in which results for
+different batch sizes differ least.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ BUCKETS = (16, 32, 64, 128)
 SIZES = (1, 2, 3, 4, 6, 8)
 #: Models that take only seconds on a CPU.
 ON_CPU = ("LSTM",)
-#: Stages in order: share of the time limit at their end, and whether workers take turns.
+#: Stages in order: the share of the time limit at which each ends, and whether workers take turns.
 STAGES = {
     "check": (0.5, False),
     "measure": (0.72, True),
@@ -173,7 +176,7 @@ def check(name: str, device: torch.device) -> CheckedModel:
             for _ in range(2):
                 for call in model.calls:
                     runner(**call, **_axes_of(model, call))
-    except Exception as error:  # noqa: BLE001 - only the comparison is missing
+    except Exception as error:  # noqa: BLE001 - only the comparison with the runner is missing
         _print_line(f"failed runner of {name}", error=_error_text(error))
         runner = None
     return CheckedModel(name, model, fast, runner)
@@ -272,7 +275,7 @@ class _WorkerStages:
         self._missing: set[str] = set()
 
     def run(self, stage: str) -> None:
-        """Run a stage for each model until the time of the stage is over."""
+        """Run a stage for each model; skip the models left when the time of the stage is over."""
         if stage == "check":
             self._each(stage, self._names, self._check)
         else:
@@ -294,7 +297,7 @@ class _WorkerStages:
         try:
             self._ready.append(check(name, self._device))
         except MissingPackageError as error:
-            if error.package not in self._missing:  # print one line for all models of the package
+            if error.package not in self._missing:  # print one line per package
                 self._missing.add(error.package)
                 _print_line(f"missing {error.package}", error=str(error)[:400])
 
@@ -329,7 +332,7 @@ class _Worker:
         self._lines.put(None)
 
     def begin(self, stage: str) -> bool:
-        """Start a stage; return whether the process still runs."""
+        """Request a stage; return whether the worker process still runs."""
         try:
             self.process.stdin.write(f"{stage}\n")
             self.process.stdin.flush()
@@ -338,7 +341,7 @@ class _Worker:
         return True
 
     def finish(self, stage: str, end: float, counts: dict[str, int]) -> bool:
-        """Print the worker's lines until a stage is done; return False if it ends or is late."""
+        """Print the worker's lines of a stage; return whether it completed the stage in time."""
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, end - time.time()))
@@ -362,7 +365,7 @@ class _Worker:
 def _run_stage(
     stage: str, workers: list[_Worker], end: float, grace_s: float, counts: dict[str, int]
 ) -> list[_Worker]:
-    """Run a stage on all workers; return those that still run."""
+    """Run a stage on all workers; return those that completed it."""
     is_serial = STAGES[stage][1]
     if not is_serial:
         for one in workers:
@@ -381,11 +384,13 @@ def _run_stage(
 
 
 def main() -> None:
-    """Divide the models among workers, and let one measure at a time."""
+    """Divide the models among workers, and run all stages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit-s", type=float, default=240)
-    parser.add_argument("--cases", default=".", help="regular expression of model names")
+    parser.add_argument(
+        "--cases", default=".", help="regular expression that selects models by name"
+    )
     parser.add_argument("--no-tf32", action="store_true", help="use full precision in convolutions")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -2,20 +2,22 @@
 
     python bench/lanes.py [ROUNDS] [--lanes 2 4 8] [--steps N] [--kinds small filling] [--brief]
 
-On a GPU, two times per step are measured: the time of a round, from its first launch to the end of
-its device work, and the host time until the last launch returns. Results are released after the
-round. All cases take turns in one process:
+On a GPU, two times are measured and divided by the number of steps of a round: the time from the
+round's first launch to the end of its device work, and the host time until the last launch returns.
+Results are released after the round. All cases take turns in one process:
 
-- ``serial``: graphs on one stream, by hand; ``raw streams``: one graph per stream, by hand;
-- ``raw streams, copies``: the same by hand, with the copy of the input and a clone of the result;
-  ``raw streams, copied in``: without the clone;
-- ``runner, serial`` and ``runner, lanes``: calls of the runner, and ``submit`` in turn; ``runner,
-  lanes, views``: ``submit`` with results that are not cloned.
+- ``serial``: one handwritten graph on one stream.
+- ``raw streams``: one handwritten graph per stream.
+- ``raw streams, copies``: the same, with a copy of the input and a clone of the result.
+- ``raw streams, copied in``: the same, with a copy of the input, but without a clone.
+- ``runner, serial``: calls of a runner with one lane.
+- ``runner, lanes``: ``submit`` of a runner with several lanes, which are used in turn.
+- ``runner, lanes, views``: the same with results that are not cloned.
 
 ``small`` graphs leave most of the device idle, ``filling`` graphs occupy all of it. Steps are
 launched one after another, so the last lane begins late in each round, with the runner and by hand.
-More steps per round reduce the effect. Without a GPU, the tape is measured: the host time of
-``submit`` compared with a call of the same graph.
+With more steps per round, this delay matters less. Without a GPU, the tape backend is measured: the
+host time of ``submit``, compared with a call of the same graph.
 """
 
 from __future__ import annotations
@@ -82,12 +84,12 @@ def runner_of(
     )
     failed = runner.capture().failed
     if failed:
-        raise SystemExit(f"A capture failed: {failed}")
+        raise SystemExit(f"captures failed: {failed}")
     return runner
 
 
 class ByHand:
-    """A graph with its own input, output and stream."""
+    """A handwritten graph with its own input, output and stream."""
 
     def __init__(self, network: Network, rows: int, width: int) -> None:
         self.stream: Any = torch.cuda.Stream()
@@ -103,7 +105,7 @@ class ByHand:
 def by_turns(
     cases: dict[str, Callable[[int], Any]], steps: int, rounds: int, warmup: int = 3
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return microseconds per step of each case, and the part that is host time.
+    """Return the total and the host time of each case, in microseconds per step.
 
     Args:
         cases: Functions by name. Each launches the step with the given number and returns the
@@ -143,7 +145,7 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
     views = runner_of(network, rows, width, lanes, "view")
     for runner in (many, views):
         if not torch.equal(runner.submit(given).result(), one(given)):
-            raise SystemExit("A lane and a call returned different results.")
+            raise SystemExit("a lane and a call returned different results")
     torch.cuda.synchronize()
 
     def serial(number: int) -> None:
@@ -232,9 +234,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", nargs="?", type=int, default=50)
     parser.add_argument("--lanes", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=16, help="small graphs per lane and round")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="number of small steps per lane and round"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    parser.add_argument("--brief", action="store_true", help="one line per kind and lanes")
+    parser.add_argument(
+        "--brief", action="store_true", help="print one line per kind and number of lanes"
+    )
     args = parser.parse_args()
     if not HAS_GPU:
         measure_host(args.rounds)

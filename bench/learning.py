@@ -1,20 +1,22 @@
 """Measure the host time of a policy that learns.
 
-Uniform traffic goes through the real dispatcher, with noisy times of a cost model, one regular step
-in 16 measured, and no device or plan. Times are CPU times of this thread:
+Batches of uniformly random sizes go through the real dispatcher, without a device and without
+plans. A cost model with noise provides the step times. One in 16 regular steps (those that are not
+probes) is measured. The printed times are CPU times of this thread:
 
-- ``observe``: one outcome, with the update of the table.
-- ``fill``: one cell that is filled again.
-- ``step``: both of them together in one step.
+- ``observe``: the processing of one outcome, including the update of the table.
+- ``fill``: the decision of one cell that is filled again.
+- ``step``: both of these together, in one step.
 - ``loop_ns``: one addition in a loop, about 15 to 20 ns unless the machine is busy.
 
     python bench/learning.py
     python bench/learning.py --steps 2000 --models lm --json
 
-With ``--device``, two runners of a small MLP take turns. One uses ``vllm``, the other a policy that
-learns but chooses like ``vllm``. ``more`` is the difference between their median block times, in
-microseconds per step. ``parts`` attributes it to ``events`` (start, end and reading of measured
-steps), ``observe``, and ``fill`` with its plan. ``most`` is the most expensive step.
+With ``--device``, two runners of a small MLP take turns in blocks of 200 steps. One uses ``vllm``,
+the other a policy that learns but chooses like ``vllm``. ``more`` is the difference between the
+medians of their blocks, in microseconds per step. ``parts`` contains the time of ``events``
+(recording and reading the events of measured steps), of ``observe``, and of ``fill`` including the
+new plan. ``most`` contains the parts of the most expensive step.
 
     python bench/learning.py --device cuda            # about 20 seconds
     python bench/learning.py --device cpu --steps 2000
@@ -63,13 +65,13 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=5000)
     add("--sample-every", type=int, default=16)
     add("--seed", type=int, default=0)
-    add("--device", choices=("cuda", "cpu"), help="measure a runner; cpu uses the tape")
+    add("--device", choices=("cuda", "cpu"), help="measure a runner; cpu uses the tape backend")
     add("--json", action="store_true", help="print one JSON object per line")
     return parser.parse_args()
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the host time of learning from the step times of one cost model."""
+    """Return the host times of a policy that learns from the step times of one cost model."""
     model_name, sizes, low, high = MODELS[name]
     model = load_cost_model(model_name)
     graph, eager = (
@@ -210,7 +212,7 @@ def on_device(options: argparse.Namespace) -> dict[str, Any]:
         runner.capture()
         return runner
 
-    # Requires a gain of 90% for a change and never probes, so it chooses like `vllm`.
+    # This policy requires a gain of 90% for a change and never probes, so it chooses like `vllm`.
     policy = AdaptivePolicy(margin=0.9, explore=0.0, seed=options.seed)
     runners = {"without": runner_of("vllm"), "with": runner_of(policy)}
     chance = random.Random(options.seed)

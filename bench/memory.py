@@ -7,21 +7,23 @@
 
 - ``pools``: eight runners (a UNet at four resolutions, two decoders, an encoder, a drafter) that
   share one pool; ``--apart``: one pool each; ``--by-hand``: a loop of torch.cuda.graph with one
-  pool. Prints the memory allocated on the device, and the part that the account does not explain.
-  Random steps of all eight on two streams are compared bit for bit with the same graph running
-  alone, and approximately with eager.
-- ``sleep``: memory released by ``memory.sleep()``, the times of sleep, wake, first replay and of
-  new captures, and whether the first replays are bit for bit the same as before.
-- ``concurrent``: step times of one thread while another thread captures 51 graphs. The captures run
-  in the background, with steps between the parts of a capture; in the background, with steps also
-  between operators; or by ``capture()`` under the lock. A further case has no captures. Each case
-  runs with much free memory, and with little more than the captures need.
+  pool. Prints the memory allocated on the device, and the part that the memory account does not
+  explain. The runners first run alone, and their results are compared approximately with eager.
+  Then all eight run random steps on two streams, and the results are compared bit for bit with
+  those of running alone.
+- ``sleep``: the memory released by ``memory.sleep()``; the times of sleep, wake, the first replays
+  and new captures; and whether the first replays return bit for bit the same results as before.
+- ``concurrent``: the step times of one thread while another thread captures 51 graphs. There are
+  four ways: ``background``, with steps between the parts of a capture; ``between operators``, in
+  the background with steps also between operators; ``lock``, by ``capture()`` under the lock; and
+  ``none``, without captures. Each way runs with much free memory, and with little more than the
+  captures need.
 - ``dropped``: host and device memory after runners are created, captured and dropped with garbage
   collection disabled.
 
-Each part stops after ``--seconds`` (50) with its results so far. Each case uses its own process,
-because libraries loaded by one case would affect the next. Without a GPU, the tape is measured,
-which tests the script only.
+Each subcommand stops after ``--seconds`` (50) with its results so far. Without a subcommand, short
+versions of ``dropped`` and ``sleep`` run. Without a GPU, the tape backend is measured, which tests
+the script only.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _start_time = time.monotonic()
 
 
 class Unet(torch.nn.Module):
-    """Convolutions down and up, with skip connections."""
+    """A small UNet: convolutions that halve and double the resolution, with skip connections."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class Unet(torch.nn.Module):
         self.last = conv(channels, 4, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an image of the same size."""
+        """Return an image of the same resolution."""
         found = [torch.relu(self.first(x))]
         for layer in self.down:
             found.append(torch.relu(layer(found[-1])))
@@ -223,7 +225,7 @@ def pools(options: argparse.Namespace) -> None:
 
 
 def random_steps(options: argparse.Namespace, cases: Any, runners: Any, way: str) -> None:
-    """Run steps of all runners in random order on two streams, without waiting."""
+    """Run random steps of all runners on two streams without waiting, and check the results."""
     chooser, far, worst = random.Random(0), 0, 0.0
     known: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for number, (name, (module, shape, sizes)) in enumerate(cases.items()):
@@ -274,7 +276,7 @@ def random_steps(options: argparse.Namespace, cases: Any, runners: Any, way: str
 
 
 def pools_by_hand(cases: Any, before: int, *, keep_outputs: bool) -> None:
-    """Capture the same graphs in a loop with one pool, largest first, like an engine."""
+    """Capture the same graphs in a loop with one pool, largest first, as engines do."""
     if not HAS_GPU:
         raise SystemExit("--by-hand requires a GPU")
     pool, stream, kept = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), []
@@ -424,7 +426,7 @@ class ServingThread:
                     stream.synchronize()
             except Exception as error:  # noqa: BLE001 - any failure is counted
                 self.lost += 1
-                print(f"stopped by {type(error).__name__}: {error}"[:300], flush=True)
+                print(f"a step raised {type(error).__name__}: {error}"[:300], flush=True)
                 continue
             self.times.append((time.perf_counter() - start) * 1e6)
             expected = self._expected[at]
@@ -447,7 +449,7 @@ def concurrent(options: argparse.Namespace) -> None:
     for little in (False, True):
         for way in WAYS if options.way == "all" else (options.way,):
             if seconds_left(options) < 5:
-                print(f"no time left for {way}, {'little' if little else 'much'} memory")
+                print(f"no time left to measure {way} with {'little' if little else 'much'} memory")
                 return
             case = ConcurrentCase(options, module, width, ladder, inputs, expected)
             found, now_taken = case.run(way, leave=taken if little else None)
@@ -459,10 +461,10 @@ def concurrent(options: argparse.Namespace) -> None:
 
 
 class ConcurrentCase:
-    """The measurement of steps that run concurrently with captures of one kind.
+    """The measurement of steps that run concurrently with captures.
 
     Attributes:
-        row: Result as arguments of ``emit``.
+        row: Result of the last run, as arguments of ``emit``.
     """
 
     def __init__(
@@ -482,9 +484,9 @@ class ConcurrentCase:
         """Measure the case; return the 99th percentile and the bytes used by captures.
 
         Args:
-            way: Name of the kind of capture.
-            leave: Bytes that the captures used in an earlier run; 1.5 times this amount is left
-                free. None leaves all memory free.
+            way: How the captures run, one of ``WAYS``.
+            leave: Bytes that the captures used in an earlier run; 1.5 times this amount plus 64 MiB
+                stays free. None leaves all memory free.
         """
         runner = make_runner(self._module, (None, self._width), self._ladder, None)
         runner.capture([key for key in runner.registry if key.num_tokens == max(self._ladder)])

@@ -1,6 +1,7 @@
 """Measure mixed traffic through a decoder: eager, piecewise graphs, and torch.compile.
 
-    python bench/piecewise.py [--rounds N] [--steps N] [--sizes N] [--layers N] [--no-inductor]
+    python bench/piecewise.py [--rounds N] [--steps N] [--sizes N] [--layers N]
+        [--inductor | --no-inductor]
 
 A decoder whose attention is a custom operator runs the same steps in every case. Four of five steps
 are uniform decode batches, the others include prefill, and ``--sizes`` distinct numbers of rows
@@ -13,10 +14,10 @@ in a server, the device is synchronized only at the end of a trace.
   of torch.compile, with FULL_AND_PIECEWISE.
 - ``torch.compile default``, ``torch.compile reduce-overhead``: torch's own modes.
 
-Two more lines for each case: ``cold`` is the first run of the trace, including all compilation and
-captures, and ``compiles`` is the number of graphs that Dynamo compiled for all sizes. Without a
-CUDA device, a small model runs on the tape, which tests the script only; inductor is skipped unless
-``--inductor`` is given.
+Each case prints two more lines: ``cold`` is the time of the first run of the trace, including all
+compilation and captures, and ``compiles`` is the number of graphs that Dynamo compiled for all
+sizes. Without a CUDA device, a small model runs on the tape backend, which tests the script only;
+cases with inductor are skipped unless ``--inductor`` is given.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def attend(
     values: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Write the cache, then attend to the request's tokens up to each token's position.
+    """Write keys and values to the cache, then let each token attend to its request so far.
 
     Shapes: query and out (T, H, D), key and value (T, D), keys and values (S, L, D).
     """
@@ -146,7 +147,7 @@ Step = tuple[dict[str, torch.Tensor], int, bool]  # inputs, requests, uniform de
 def make_steps(
     count: int, num_sizes: int, most: int, slots: int, length: int, device: str
 ) -> list[Step]:
-    """Return steps with ``num_sizes`` distinct numbers of rows; four of five are decode."""
+    """Return steps with ``num_sizes`` distinct numbers of rows; four of five are decode steps."""
     chance = random.Random(5)
     decode = chance.sample(range(1, slots + 1), min(slots, max(1, num_sizes // 2)))
     mixed = chance.sample(range(slots + 1, most + 1), max(1, num_sizes - len(decode)))
@@ -156,7 +157,7 @@ def make_steps(
         sizes = decode if is_decode else mixed
         rows = sizes[(index // 5 * 4 + index % 5 if is_decode else index // 5) % len(sizes)]
         requests = rows if is_decode else min(slots, rows)
-        # Rows of one request are consecutive, as in a prefill.
+        # The rows of a request have consecutive positions, as in a prefill.
         slot = torch.arange(rows) % requests + 1
         place = (torch.arange(rows) // requests + chance.randrange(length // 2)) % length
         inputs = {
@@ -180,7 +181,7 @@ def with_own_code(model: nn.Module) -> Callable[..., Any]:
 def make_cases(
     model: nn.Module, sizes: list[int], most: int, on_device: bool, with_inductor: bool
 ) -> dict[str, Callable[[Step], Any]]:
-    """Return factories of the functions that run one step, by case."""
+    """Return, for each case, a factory of the function that runs one step."""
     inputs = {name: StaticInput((None,), "int64") for name in ("tokens", "positions", "slots")}
     backend = "cuda" if on_device else "tape"
     device = "cuda" if on_device else "cpu"

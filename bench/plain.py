@@ -2,9 +2,10 @@
 
     python bench/plain.py [--rounds 300]
 
-Each line contains the minimum over rounds of 100 calls, in CPU time of this thread. Rounds of plain
-and graphed calls alternate, and ``added`` is the difference of their minima. Rounds are short
-because a processor shared with others is rarely idle for long. Runs on a CPU.
+Each line contains the time per call of the fastest round of 100 calls, in CPU time of this thread.
+Rounds of plain and graphed calls alternate, and ``added`` is the difference between the fastest
+rounds. Rounds are short, because a processor that other processes use is rarely free for long. The
+script runs on a CPU.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ class NoOp(torch.nn.Module):
 
 
 class Uncapturable(NoOp):
-    """Module that cannot be captured, because it fails while operations are observed."""
+    """Module that cannot be captured, because it raises while its operations are watched."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the first input."""
         if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - no public name
-            raise RuntimeError("on purpose")
+            raise RuntimeError("raised on purpose while watched")
         return inputs[0]
 
 
 def round_us(call: Any, inputs: list[torch.Tensor]) -> float:
-    """Return the mean time per call of a round, in microseconds."""
+    """Run one round; return its time per call in microseconds."""
     start = time.thread_time_ns()
     for _ in range(CALLS):
         call(*inputs)
@@ -49,15 +50,15 @@ def round_us(call: Any, inputs: list[torch.Tensor]) -> float:
 
 
 def least_us(plain: Any, fast: Any, inputs: list[torch.Tensor], rounds: int) -> tuple[float, float]:
-    """Return the minimum time of a plain and of a graphed call, in microseconds."""
-    for _ in range(5):  # the first calls are observed
+    """Return the time per call of the fastest plain and graphed rounds, in microseconds."""
+    for _ in range(5):  # the first calls are watched
         round_us(fast, inputs)
     times = [(round_us(plain, inputs), round_us(fast, inputs)) for _ in range(rounds)]
     return min(one for one, _ in times), min(other for _, other in times)
 
 
 def main() -> None:
-    """Print a line for each reason for plain calls and number of tensors."""
+    """Print a line for each reason for plain calls and each number of tensors."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=at_least_one, default=300)
     rounds = parser.parse_args().rounds

@@ -1,7 +1,7 @@
 """Measure the duration of planning: reading, curves, hedge validation, simulation.
 
-Prints one JSON line per case, in milliseconds: the median, the best sample, the minimum CPU time of
-a sample (which is less affected by other processes), and the target, if any.
+Each case prints one JSON line with times in milliseconds: the median, the best sample, the least
+CPU time of a sample (which other processes affect less), and the target, if any.
 
     python bench/plan.py [SAMPLES]
 """

@@ -1,10 +1,10 @@
 """Simulate dispatch policies on recorded traffic with the costs of a model.
 
-Every step goes through the real dispatcher; only time is simulated. Policies receive times with
-10% noise and one tenfold outlier in a hundred, and the results use true times.
-``over_oracle_pct`` is the additional time of a policy relative to the best choice at every step.
-``worst_prefix_vs_base_pct`` is its largest additional time relative to the base policy
-(``vllm``), over all prefixes of at least 200 steps.
+Every step goes through the real dispatcher; only time is simulated. The times that policies receive
+have 10% noise, and one in a hundred is ten times too long. The results use the true times.
+``over_oracle_pct`` is the additional time of a policy, in percent, relative to the best choice at
+every step. ``worst_prefix_vs_base_pct`` is the largest additional time relative to the base policy
+(``vllm``), over all prefixes of at least 200 steps. Regular steps are those that are not probes.
 
     python bench/policies.py                          # all traces, the MLP's costs
     python bench/policies.py --cost-model lm
@@ -100,7 +100,7 @@ def parse() -> argparse.Namespace:
         default="all",
         help="trace file, `uniform`, or `all` (uniform and tests/data/traces)",
     )
-    add("--cost-model", default="mlp", help="mlp, lm, a built-in cost model or its file")
+    add("--cost-model", default="mlp", help="mlp, lm, or the name or file of a cost model")
     add(
         "--sizes",
         default="",
@@ -108,15 +108,20 @@ def parse() -> argparse.Namespace:
     )
     add("--policies", default="vllm,adaptive")
     add("--seeds", type=int, default=10)
-    add("--sample-every", type=int, default=1, help="measure one in this many regular steps")
-    add("--delay", type=int, default=0, help="steps until an outcome is reported")
-    add("--slow-eager", type=float, default=1.0, help="factor on eager times from halfway on")
+    add("--sample-every", type=int, default=1, help="measure one in N regular steps")
+    add("--delay", type=int, default=0, help="number of steps until an outcome is reported")
+    add(
+        "--slow-eager",
+        type=float,
+        default=1.0,
+        help="factor on the times of eager steps in the second half",
+    )
     add("--json", action="store_true", help="print one JSON object per line")
     return parser.parse_args()
 
 
 def traces(name: str, low: int, high: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and the step sizes of each trace, without sizes outside the range."""
+    """Yield the name and the step sizes of each trace, without steps outside the range."""
     if name in ("all", "uniform"):
         chance = random.Random(1)
         yield "uniform", [chance.randint(low, high) for _ in range(UNIFORM_STEPS)]
@@ -132,7 +137,7 @@ def traces(name: str, low: int, high: int) -> Iterator[tuple[str, list[int]]]:
 def costs(
     model: CostModel, half: int, slow_eager: float
 ) -> Callable[[int, int, GraphKey | None], float]:
-    """Return the cost function; eager steps are slower by ``slow_eager`` in the second half."""
+    """Return the cost function; in the second half, eager takes ``slow_eager`` times as long."""
     eager = functools.cache(model.eager_us.__call__)
     graph = functools.cache(model.graph_us.__call__)
 

@@ -1,37 +1,38 @@
 """Measure ``adaptive`` on a GPU, compared with ``vllm`` and with the best fixed arms.
 
-    python bench/policies_gpu.py                       # all four, about 120 seconds
+    python bench/policies_gpu.py                       # both models, about 120 seconds
     python bench/policies_gpu.py --models mlp --traces uniform --steps 1000
 
-The models are a wide MLP (8 layers of width 4096) and a decoder. Traffic has either uniform sizes
-up to 2048, or the sizes of a recorded trace. All cases serve the same batches in the same order
-with the same capture sizes. They take turns in blocks, and a different case is first in each block,
-so that clock drift affects all equally. The device is synchronized only between blocks.
+The models are a wide MLP (8 layers of width 4096) and a decoder. Traffic has either uniformly
+random sizes up to 2048, or the sizes of a recorded trace. All cases serve the same batches in the
+same order with the same capture sizes. They take turns in blocks, and a different case is first in
+each block, so that clock drift affects all equally. The device is synchronized only between blocks.
 
-``hindsight`` is the best single arm of each bucket, a graph or eager. The arms are timed in
-advance: by the host over consecutive steps, and by the device behind other work. If the two clocks
-select different arms, both selections are served and the faster one counts.
+``hindsight`` uses the best single arm of each bucket, the graph or eager. The arms are timed in
+advance: by the host over consecutive steps, and by the device while steps are queued behind other
+work. If the two clocks select different arms, both selections are served and the faster one counts.
 
 The first eager run of a size takes longer, because libraries select kernels by size. Therefore,
 each size runs eager once and both policies fill their tables before the totals are measured. The
 line ``cold`` contains the first steps without this preparation. Runs that the policy requests at
 capture are not part of the totals; ``calibration_s`` is their duration.
 
-Each kind of traffic prints one line as soon as it is measured, and the goals follow at the end.
-The files in ``--details`` contain all results as one JSON object per line, and the final estimates
-of ``adaptive``. In the printed lines:
+Each kind of traffic prints one line as soon as it is measured, and the last lines say which goals
+are met. The files in ``--details`` contain all results as one JSON object per line, and the final
+estimates of ``adaptive``. In the printed lines:
 
-- ``gain`` is relative to ``vllm`` and ``over`` to the hindsight; values of the first part are in
-  parentheses.
-- ``device`` and ``host`` are the losses and gains of steps whose arm differs from the hindsight's,
-  computed from the arm times of that clock. Neither is exact if the host limits some steps and the
-  device others.
-- ``learn`` is the host time of the policy per step, and the longest outcome. ``outcomes`` is the
-  number of reported outcomes, ``cleared`` the number of cell ranges they cleared, and ``decided``
-  the number of new decisions.
+- ``gain`` is the speed relative to ``vllm``, ``over`` the time relative to the hindsight. Values of
+  the first 2000 steps are in parentheses.
+- ``device`` and ``host``: for the steps whose arm differs from the hindsight's, the milliseconds
+  lost (in the first 2000 steps, plus later) and won, computed from the arm times of that clock.
+  Neither is exact if the host limits some steps and the device others.
+- ``learn`` is the host time of the policy per step, and its ``max`` for one outcome. ``outcomes``
+  is the number of reported outcomes, ``cleared`` the number of cell ranges they cleared, and
+  ``decided`` the number of new decisions.
+- The line ends with the numbers of eager (``e``) and graph (``g``) steps of the most used buckets.
 
-Each model uses its own process, so that a failure does not affect the other. Without CUDA,
-``--device cpu`` runs small models on the tape, which tests the script only.
+Each model uses its own process, so that a failure does not affect the other model. Without CUDA,
+``--device cpu`` runs small models on the tape backend, which tests the script only.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ BLOCK = 50
 EARLY = 2000
 #: Divisor of all sizes without a GPU.
 SMALLER = 32
-#: Approximate number of sizes at which eager is timed for the hindsight; at least two per bucket.
+#: Approximate number of sizes at which eager steps are timed, at least two per bucket.
 TIMED_SIZES = 48
 # Goals: minimum speedup over vllm on the MLP, maximum time relative to the best arms, and maximum
 # time relative to vllm on the decoder.
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
 
 @attrs.frozen
 class Case:
-    """A model and the amount of its traffic.
+    """A model, and the number of steps to measure.
 
     Attributes:
         make: Factory that returns the module for a width and a number of layers.
@@ -130,7 +131,8 @@ class Case:
         layers: Number of layers.
         sizes: Capture sizes.
         steps: Number of steps of each kind of traffic.
-        cold_steps: Number of measured steps of the first kind before any size has run eager.
+        cold_steps: Number of steps of the first kind of traffic that are measured before most sizes
+            have run eager.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -179,8 +181,12 @@ def parse() -> argparse.Namespace:
         default="uniform,azure_conv_high",
         help="`uniform` or names in tests/data/traces, comma-separated",
     )
-    add("--steps", type=int, help="default: 12000 (mlp), 2000 (decoder); a trace repeats")
-    add("--sample-every", type=int, default=16, help="measure one in this many regular steps")
+    add(
+        "--steps",
+        type=int,
+        help="number of steps (default: 12000 for mlp, 2000 for decoder); short traces repeat",
+    )
+    add("--sample-every", type=int, default=16, help="measure one in N steps that are not probes")
     add("--details", default="build/policies_gpu", help="folder for the complete results")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
@@ -188,7 +194,7 @@ def parse() -> argparse.Namespace:
 
 @attrs.frozen
 class Times:
-    """Milliseconds of each arm by one clock.
+    """Milliseconds of each arm, measured by one clock.
 
     Attributes:
         graphs: Time of each graph, by its size.
@@ -199,11 +205,11 @@ class Times:
     eager: dict[int, float]
 
     def of(self, size: int, graph: int) -> float:
-        """Return the milliseconds of a batch: in a graph, or eager if ``graph`` is 0."""
+        """Return the milliseconds of a batch in the graph of size ``graph``; 0 means eager."""
         return self.graphs[graph] if graph else self.eager_ms(size)
 
     def eager_ms(self, size: int) -> float:
-        """Return the milliseconds of eager, interpolated linearly between timed sizes."""
+        """Return the milliseconds of an eager step, interpolated linearly between timed sizes."""
         timed = list(self.eager)
         index = min(max(bisect_left(timed, size), 1), max(len(timed) - 1, 1))
         low, high = timed[index - 1], timed[min(index, len(timed) - 1)]
@@ -211,7 +217,7 @@ class Times:
         return self.eager[low] + share * (self.eager[high] - self.eager[low])
 
     def best_arms(self, steps: Iterable[int], sizes: Sequence[int]) -> dict[int, int]:
-        """Return the best arm for all batches of each bucket: its graph, or 0 for eager."""
+        """Return the best single arm of each bucket: the size of its graph, or 0 for eager."""
         eager: Counter[int] = Counter()
         graph: Counter[int] = Counter()
         for size in steps:
@@ -282,7 +288,7 @@ class ModelBenchmark:
         return self.lines
 
     def part(self, name: str) -> PartGuard:
-        """Return a context that records the duration or failure of a part."""
+        """Return a context manager that records the duration or the failure of a part."""
         return PartGuard(self, name)
 
     def record(self, **line: Any) -> None:
@@ -352,7 +358,7 @@ class ModelBenchmark:
         )
 
     def warm(self, sizes: Sequence[int]) -> None:
-        """Run each size eager once, and record the additional time of first runs."""
+        """Run each size eager once, and record how much longer first runs take."""
         start = time.perf_counter()
         firsts = []
         for size in sizes:
@@ -370,7 +376,7 @@ class ModelBenchmark:
         )
 
     def waited(self, size: int) -> float:
-        """Return the milliseconds of one eager step, including synchronization."""
+        """Run one eager step; return its milliseconds, including synchronization."""
         self.backend.synchronize()
         start = time.perf_counter()
         self.vllm(self.rows[:size], ceiling=0)
@@ -378,7 +384,7 @@ class ModelBenchmark:
         return (time.perf_counter() - start) * 1e3
 
     def time_arms(self, steps: Sequence[int]) -> dict[str, Times]:
-        """Return the times of each graph, and of eager at some sizes of each bucket, by clock."""
+        """Return, for each clock, the times of all graphs and of eager at some sizes per bucket."""
         start = time.perf_counter()
         sizes = self.case.sizes
         by_bucket: dict[int, list[int]] = {}
@@ -434,7 +440,7 @@ class ModelBenchmark:
     def take_turns(
         self, cases: dict[str, Callable[[int], Any]], steps: Sequence[int]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the milliseconds of each case, in total and in the first part.
+        """Run the cases in turns; return their milliseconds for all and for the first steps.
 
         Times are host times, which include the cost of measuring and learning.
         """
@@ -457,7 +463,7 @@ class ModelBenchmark:
         return totals, early
 
     def serve(self, trace: str, steps: Sequence[int], times: dict[str, Times]) -> None:
-        """Measure one kind of traffic with both policies and the hindsight."""
+        """Measure one kind of traffic with both policies and with the hindsight."""
         sizes, rows, vllm = self.case.sizes, self.rows, self.vllm
         policy = load_plugins().create_policy("adaptive")
         learning = LearningCosts(policy)  # wraps the methods before a runner binds them
@@ -523,7 +529,7 @@ class ModelBenchmark:
         best: dict[int, int],
         facts: dict[str, Any],
     ) -> None:
-        """Record the losses and gains of steps whose arm differs from the best arm."""
+        """Record the time lost and won in steps whose arm differs from the best arm."""
         changed = {clock: Counter[str]() for clock in times}
         by_bucket: dict[int, Counter[str]] = {}
         for index, (size, decision) in enumerate(zip(steps, decisions, strict=False)):
@@ -555,7 +561,7 @@ class ModelBenchmark:
 
 
 class LearningCosts:
-    """Counters of the calls of a policy, with their host time.
+    """Counters of the calls that a runner makes to a policy, with their host time.
 
     Args:
         policy: Policy that learns.
@@ -604,7 +610,7 @@ class LearningCosts:
 
 
 class PartGuard:
-    """Context of one part of a benchmark, which records its failure so that others continue."""
+    """Context manager that records the failure of a part, so that the other parts run."""
 
     def __init__(self, model: ModelBenchmark, part: str) -> None:
         self._model, self._part, self._start = model, part, 0.0

@@ -10,20 +10,20 @@ host is ahead of the device, its time is hidden; otherwise, the device waits. He
 have separate clocks. Times were measured on an H200; noise and hosts of different speeds are
 simulated.
 
-The policy receives outcomes as from a runner: one regular step in 16 is measured, and its outcome
-is reported at a later measured step after the device has finished. The host time of outcomes, of
-refilled cells and of measured steps is added. The host waits for the device after every 50 steps,
-as in ``bench/policies_gpu.py``.
+The policy receives outcomes as from a runner: one in 16 regular steps (those that are not probes)
+is measured. Its outcome is reported at a later measured step, once the device has finished it. The
+simulated host time includes outcomes, refilled cells and the measurement of steps. The host
+waits for the device after every 50 steps, as in ``bench/policies_gpu.py``.
 
 A host is specified by its time for an eager step of the MLP, in microseconds; the times of its
 other work are proportional. ``300-530`` changes from the first value to the second after a third of
 the steps. ``300~530`` changes to a random value in between every 1,500 steps on average.
 
 The decoder has graphs of 51 sizes up to 512 and of three larger sizes, and ten times as many
-launches. Its best arm may be eager only in the three largest buckets.
+launches as the MLP. Eager can be its best arm only in the three largest buckets.
 
-``over`` is the time of ``adaptive`` relative to the best fixed arms, the graph or eager for each
-bucket. ``gain`` is the time of ``vllm`` relative to that of ``adaptive``.
+``over`` is the time of ``adaptive`` relative to that of the best fixed arms, which are the graph or
+eager for each bucket. ``gain`` is the time of ``vllm`` relative to that of ``adaptive``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Model:
         eager: Device time of eager steps in microseconds, by number of tokens, ascending.
         launches: Number of launches of an eager step.
         host: Host time of an eager step, relative to the MLP.
-        limit: Maximum number of tokens for which eager is the best arm in the largest bucket.
+        limit: Largest number of tokens in the largest bucket for which eager is the best arm.
     """
 
     graphs: dict[int, float]
@@ -87,7 +87,7 @@ class Model:
         return self.eager[low] + share * (self.eager[high] - self.eager[low])
 
     def top_of(self, num_tokens: int) -> int:
-        """Return the smallest graph that covers a batch."""
+        """Return the size of the smallest graph that covers a batch."""
         return next(size for size in self.graphs if size >= num_tokens)
 
 
@@ -131,7 +131,7 @@ MODELS = {
 
 
 def speeds(host: str, count: int, seed: int) -> list[float]:
-    """Return the host time of an eager step of the MLP, for each step."""
+    """Return, for each step, the host time that an eager step of the MLP would take."""
     if "-" in host:
         first, second = map(float, host.split("-"))
         return [first] * (count // 3) + [second] * (count - count // 3)
@@ -166,7 +166,7 @@ class Clocks:
     _launches: int = 0
 
     def spend(self, us: float) -> None:
-        """Advance the host's clock by a time of the usual host, scaled to this host's speed."""
+        """Advance the host clock by ``us`` of the usual host, scaled to the speed of this host."""
         self.host_us += us * self.eager_host_us / USUAL_US
 
     def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool, float]:
@@ -213,7 +213,7 @@ class Server:
     Args:
         policy: Policy that chooses the arms.
         clocks: Clocks on which steps run.
-        sample_every: One in this many regular steps is measured.
+        sample_every: One in ``sample_every`` regular steps is measured.
     """
 
     def __init__(self, policy: Any, clocks: Clocks, sample_every: int = 16) -> None:
@@ -312,7 +312,11 @@ def traffic(name: str, count: int) -> list[int]:
 def fixed_us(
     model: Model, steps: Iterable[int], limits: dict[int, float], hosts: list[float], seed: int
 ) -> tuple[float, float]:
-    """Return the total and early time of fixed arms: in each bucket, eager up to a limit."""
+    """Simulate fixed arms: in each bucket, eager up to a limit, and its graph above.
+
+    Returns:
+        Time of all steps and of the first ``EARLY`` steps, in microseconds.
+    """
     clocks, early = Clocks(model, hosts[0], random.Random(seed)), 0.0
     for index, num_tokens in enumerate(steps):
         clocks.eager_host_us = hosts[index]
@@ -328,7 +332,7 @@ def fixed_us(
 
 
 def best_us(model: Model, steps: list[int], hosts: list[float], seed: int) -> tuple[float, float]:
-    """Return the total and early time of the best arms of the largest buckets."""
+    """Return the shortest times of ``fixed_us`` over all candidates for the best arms."""
     *few, last = sorted(model.graphs)[-4:]
     few = few if model is MODELS["mlp"] else few[1:]
     choices = itertools.product((False, True), repeat=len(few))
@@ -337,7 +341,7 @@ def best_us(model: Model, steps: list[int], hosts: list[float], seed: int) -> tu
 
 
 def serve(model: Model, trace: str, host: str, seed: int, count: int) -> dict[str, Any]:
-    """Run a trace with ``adaptive``; return the result as a row."""
+    """Simulate a trace with ``adaptive``; return the result as a row."""
     steps, hosts = traffic(trace, count), speeds(host, count, seed)
     best, best_early = best_us(model, steps, hosts, seed)
     base, _ = fixed_us(model, steps, {}, hosts, seed)
@@ -376,7 +380,7 @@ def main() -> None:
     add(
         "--hosts",
         default="270,400,480,300-530,300~530",
-        help="host times of an eager step of the MLP in microseconds",
+        help="host times of an eager step of the MLP in microseconds, comma-separated",
     )
     add("--steps", type=int, default=12_000)
     add("--seeds", type=int, default=3)

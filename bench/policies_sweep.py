@@ -1,9 +1,9 @@
 """Run ``bench/policies.py`` with one constant of ``adaptive`` changed at a time.
 
 Each constant that is not derived from another takes the values in ``CONSTANTS``. A result is the
-time above that of the best choice at every step, in percent, averaged over traces and seeds. The
-three columns are: every step measured; eager 1.5 times slower from halfway on; and one step in 16
-measured and reported 32 steps late.
+additional time relative to the best choice at every step, in percent, averaged over traces and
+seeds. The three columns are: every step measured; the same, with eager steps taking 1.5 times as
+long in the second half; and one step in 16 measured, and reported 32 steps late.
 
     python bench/policies_sweep.py
     python bench/policies_sweep.py --only LIMIT,DOUBT --seeds 10
@@ -22,7 +22,7 @@ from dispatchkit import DispatchConfig, load_plugins
 from dispatchkit_adaptive import estimates, ledger, policy
 from dispatchkit_plan.costs import load_cost_model
 
-#: (module, name, other values)
+#: Module, name and alternative values of each constant.
 CONSTANTS: tuple[tuple[Any, str, tuple[float, ...]], ...] = (
     (estimates, "CLIP", (2.5, 4.0)),
     (estimates, "LIMIT", (4.0, 5.5)),
@@ -69,7 +69,7 @@ def print_row(name: str, value: float | None, options: argparse.Namespace) -> No
 
 
 def over(case: str, options: argparse.Namespace) -> float:
-    """Return the mean time above the best choices, in percent."""
+    """Return the mean additional time relative to the best choices, in percent."""
     slow, sample_every, delay = CASES[case]
     name, sizes, low, high = MODELS["mlp"]
     model, plugins = load_cost_model(name), load_plugins()

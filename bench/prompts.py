@@ -3,16 +3,16 @@
     python bench/prompts.py [--models NAME ...] [--tokens N ...] [--rows N ...] [--sizes N ...]
         [--rounds N]
 
-A sample is one ``admit`` of ``GraphDecoder``, from the call to the end of the device's work. It
-admits prompts of random tokens to a cache with one live sequence. ``eager`` has no
-``prompt_sizes``; ``graphs`` has ``--sizes``, captured in advance. Prompts that together have more
-tokens than the largest size run eager in both. Lines that begin with ``#`` contain the modes in
-which the prompts ran, the error of the logits and the time of the first call, which includes
-captures. The last of these lines contains the memory of all graphs.
+A sample admits prompts of random tokens to a GraphDecoder with one live sequence, waits for the
+device, and drops the prompts. ``eager`` is a decoder without ``prompt_sizes``, ``graphs`` one with
+``--sizes``, whose graphs are captured before the samples. Prompts that together have more tokens
+than the largest size run eager in both. Lines that begin with ``#`` contain the modes in which the
+prompts ran, the error of the logits, and the time of the first calls, which includes captures. The
+last of these lines contains the memory of all graphs.
 
-Weights are random, and cases take turns. ``gemma3`` has windows of 256, ``qwen3.5`` linear
-attention in three of four layers. Without a CUDA device, a tiny model runs on the tape, which tests
-the script only.
+Weights are random, and cases take turns. ``gemma3`` has sliding windows of 256 tokens, ``qwen3.5``
+has linear attention in three of four layers. Without a CUDA device, a tiny model runs on the tape
+backend, which tests the script only.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ def measure(name: str, args: argparse.Namespace) -> None:
                 ratio_to=f"{what}: eager",
             )
             print(
-                f"# {what}: ran {ran}, logits differ by {error:.1e}, first {first:.2f} s",
+                f"# {what}: ran {ran}, logits differ by {error:.1e}, first calls {first:.2f} s",
                 flush=True,
             )
     runner = decoders["graphs"].prompt_runner()
     stats = runner.stats()
     print(
-        f"# {name}: {stats.captures} graphs of {runner.num_bytes} bytes, {stats.hits}", flush=True
+        f"# {name}: {stats.captures} graphs, {runner.num_bytes} bytes, replays {stats.hits}",
+        flush=True,
     )
 
 

@@ -1,9 +1,9 @@
-"""Measure the cost of proving, for each graph, that padding changes no row of a batch.
+"""Measure the cost of proving, for each graph, that padding changes no real row.
 
     python bench/proof.py [--rounds N]
 
 Measures ``runner.capture()`` at 8 sizes with and without the proof, for an encoder of 12 layers
-over sequences of 16 tokens and for an MLP of two layers. The cases take turns in one process, and
+with sequences of 16 tokens and for an MLP of two layers. The cases take turns in one process, and
 the ratio is the median of the ratios within a round.
 """
 
@@ -35,7 +35,7 @@ def mlp(device: str) -> tuple[torch.nn.Module, dict[str, StaticInput]]:
 
 
 def capture_ms(module: torch.nn.Module, inputs: dict[str, StaticInput], *, proves: bool) -> float:
-    """Return the time of a capture of all sizes in milliseconds."""
+    """Capture all sizes with a new runner; return the milliseconds."""
     runner = GraphRunner(
         module,
         inputs,
@@ -62,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(1)  # more threads would mostly wait for each other
+        torch.set_num_threads(1)  # more threads mostly wait for each other
     for name, make in (("encoder", encoder), ("MLP", mlp)):
         module, inputs = make(device)
         module = module.eval().to(device)

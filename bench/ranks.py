@@ -1,15 +1,19 @@
 """Measure agreement between ranks, compared with a bare all-reduce of the same size.
 
     python bench/ranks.py                                    # two processes with gloo
-    torchrun --standalone --nproc-per-node 2 bench/ranks.py  # any number; also steps on GPUs
+    torchrun --standalone --nproc-per-node 2 bench/ranks.py  # any number of ranks or GPUs
 
-Cases take turns, in the same order on all ranks. ``bare all-reduce`` is
-``torch.distributed.all_reduce`` of as many numbers as an exchange contains, on a gloo group of the
-same ranks. ``agree`` is the complete agreement of a step: this rank's decision, the exchange and
-the resulting decision. ``agree, same batches`` is the case in which batches cannot differ, compared
-with a plain ``dispatch``. On GPUs, ``step`` is a small tensor-parallel layer with an all-reduce in
-its FULL graph. It is measured on the host until the end of its device work: without agreement, with
-agreement, and with same batches. ``agree over nccl`` is an agreement over NCCL on the devices.
+Cases take turns, in the same order on all ranks:
+
+- ``bare all-reduce``: ``torch.distributed.all_reduce`` of as many numbers as an exchange contains,
+  on a gloo group of the same ranks.
+- ``agree``: the agreement of all ranks on the batch of a step. ``agree and dispatch``: the same,
+  followed by the decision for this batch. ``agree over nccl``: the agreement over NCCL on the GPUs.
+- ``agree and dispatch, same batches``: the ranks always have the same batches, so they exchange
+  nothing. This case is compared with a plain ``dispatch``.
+- ``step``, ``step, agreed`` and ``step, same batches``, only on GPUs: a small tensor-parallel layer
+  with an all-reduce in its FULL graph, without agreement, with agreement, and with batches that
+  cannot differ. Steps are measured on the host until the end of their device work.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ WIDTH, HIDDEN = 4096, 8192
 
 
 def dispatcher() -> Dispatcher:
-    """Return a dispatcher whose keys are all ready."""
+    """Return a dispatcher whose keys all have a graph."""
     config = DispatchConfig(sizes=SIZES, max_num_tokens=SIZES[-1])
     made = Dispatcher(OneBucketPolicy(), config)
     for key in made.registry:
@@ -47,7 +51,7 @@ def dispatcher() -> Dispatcher:
 
 
 def repeated(run: Callable[[], Any], calls: int = CALLS) -> Callable[[], None]:
-    """Return a function that calls another one several times."""
+    """Return a function that calls ``run`` several times."""
 
     def many() -> None:
         for _ in range(calls):
@@ -60,7 +64,7 @@ def main() -> None:
     """Start ranks, or run as a rank."""
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        # Without an address, torchrun asks a name server for the address of this host.
+        # Without this address, torchrun asks a name server for the address of this host.
         command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__]
         subprocess.run(command, check=True)
         return
@@ -81,7 +85,7 @@ def main() -> None:
 
 
 def decisions(on_gpus: bool) -> None:
-    """Measure agreements without steps."""
+    """Measure agreements and decisions, without steps."""
     import torch
     import torch.distributed as dist
 
@@ -180,7 +184,7 @@ def steps() -> None:
     if rank == 0:
         emit_all("ranks", times, per=CALLS, ratio_to="step", ranks=size)
     for one in (each, same):
-        one.runner.clear()  # graphs that use a communicator must be destroyed before it
+        one.runner.clear()  # destroy the graphs before the communicator that they use
     for agreement in agreements:
         agreement.close()
 

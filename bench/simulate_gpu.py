@@ -3,20 +3,20 @@
     python bench/simulate_gpu.py [--steps N] [--repeats N] [--samples N] [--trace FILE]
                                  [--only simulate|memory] [--models NAME,NAME]
 
-``simulate``: a decoder (FULL for decode steps, PIECEWISE for mixed steps) and an MLP are
-    calibrated, and the trace is simulated with the measured costs. Then the steps of the trace run
-    through the runner, with the same sizes and numbers of requests, on prepared inputs. ``queued``
-    synchronizes once, at the end of the trace; ``waited`` synchronizes after each step, like a loop
-    that reads its results. ``median`` is the measured total, and ``ratio`` the simulated total
-    divided by the measured total: 1 is exact, 0.95 to 1.05 is the target. The numbers of steps by
-    mode must be equal in simulation and runner (``same_modes``).
+``simulate``: decoders (FULL for decode steps, PIECEWISE for mixed steps) and an MLP are calibrated,
+    and the trace is simulated with the measured costs. Then the steps of the trace run through the
+    runner, with the same sizes and numbers of requests, on prepared inputs. ``queued`` synchronizes
+    once, at the end of the trace; ``waited`` synchronizes after each step, like a loop that reads
+    its results. ``median`` is the measured total, and ``ratio`` the simulated total divided by the
+    measured total: 1 is exact, 0.95 to 1.05 is the target. ``same_modes`` says whether simulation
+    and runner ran the same number of steps in each mode.
 
 ``memory``: for five models, the forecast from a few captured sizes is compared with the memory of
     graphs of all sizes. ``median`` is the measured memory, and ``ratio`` the forecast upper bound
-    divided by the measured memory: 1 to 1.1 is the target. ``driver`` is the memory allocated by
-    the driver outside torch, which torch's statistics do not include.
+    divided by the measured memory: 1 to 1.1 is the target. ``driver_bytes`` is the memory that the
+    driver allocated outside torch; torch's statistics do not include it.
 
-Without a GPU, small models run on the tape, which tests the script only.
+Without a GPU, small models run on the tape backend, which tests the script only.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def calibrated_models(trace: StepTrace) -> dict[str, Callable[[], GraphRunner]]:
     slots = max(256, *trace.column("num_reqs"))
 
     def shape(num_layers: int, num_heads: int, head_dim: int) -> DecoderShape:
-        # Use short caches, because attention reads them completely.
+        # Use short caches, because attention reads the whole cache in each step.
         return DecoderShape(
             num_layers=num_layers,
             num_heads=num_heads,
@@ -120,7 +120,7 @@ class Steps:
         self.runner = runner
 
     def each(self) -> list[tuple[str, int, float]]:
-        """Return (mode, tokens, microseconds) of every step, synchronizing after each."""
+        """Run all steps, synchronizing after each; return (mode, tokens, microseconds) of each."""
         runner, synchronize = self.runner, self.runner.backend.synchronize
         found = []
         synchronize()
@@ -134,7 +134,7 @@ class Steps:
         return found
 
     def run(self, *, waited: bool) -> float:
-        """Return the duration of all steps in seconds."""
+        """Run all steps; return their duration in seconds."""
         runner, synchronize = self.runner, self.runner.backend.synchronize
         synchronize()
         gc.collect()
@@ -148,7 +148,7 @@ class Steps:
 
 
 def eager_sizes(trace: StepTrace) -> list[int]:
-    """Return sizes to measure eager, up to the largest step."""
+    """Return the sizes at which eager steps are measured, up to the largest step."""
     limit, size = largest(trace), 512 if IS_GPU else 16
     sizes = [1, size]
     while size < limit:
@@ -216,8 +216,9 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
 
 
 def device_allocations() -> int:
-    """Return the number of torch's allocations from the device, which are slow, but rare after
-    warmup.
+    """Return how often torch allocated memory from the device.
+
+    Such allocations are slow. After a warmup, they are rare.
     """
     return torch.cuda.memory_stats()["num_device_alloc"] if IS_GPU else 0
 
@@ -324,11 +325,15 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--only", choices=("simulate", "memory"))
     parser.add_argument("--models", default="")
-    parser.add_argument("--dump", default="", help="folder for curves and single captures")
+    parser.add_argument(
+        "--dump",
+        default="",
+        help="folder for cost models, step times and the memory after each capture",
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    warnings.simplefilter("ignore")  # sizes above the largest graph are intended
+    warnings.simplefilter("ignore")  # steps above the largest graph are intended
     if not IS_GPU:
         torch.set_num_threads(1)
     selected = set(filter(None, args.models.split(",")))

@@ -3,7 +3,7 @@
     python bench/speculation.py [--models NAME ...] [--batches N ...] [--rates RATE ...]
         [--drafts N] [--steps N] [--rounds N] [--attention NAME]
 
-A sample is ``--steps`` steps of all rows whose tokens are read on the host, as in a server:
+A sample is ``--steps`` steps of all rows. The host reads the tokens of each step, as in a server:
 
 - ``none``: ``step`` of GraphDecoder.
 - ``right RATE``: ``step`` of SpeculativeDecoder with drafts that are correct with this probability.
@@ -11,10 +11,10 @@ A sample is ``--steps`` steps of all rows whose tokens are read on the host, as 
 - ``prompt lookup``: the drafts of PromptLookup. Models with random weights repeat themselves, so
   the drafts are correct more often than in most services.
 
-``accepted`` is the share of accepted drafts, ``per_step`` the number of tokens per row and step. In
-16 bits, a correct draft may be rejected if two tokens are almost equally likely and kernels round
-differently. Prompts and captures are not measured. Weights are random, and cases take turns.
-Without a CUDA device, a tiny model runs on the tape, which tests the script only.
+``accepted`` is the share of accepted drafts, ``per_step`` the number of tokens per row and step.
+With 16-bit weights, a correct draft may be rejected if two tokens are almost equally likely and
+kernels round differently. Prompts and captures are not measured. Weights are random, and cases take
+turns. Without a CUDA device, a tiny model runs on the tape backend, which tests the script only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class KnownDrafts:
         self._ahead = torch.arange(1, 1 + num_draft_tokens, device=DEVICE) - PROMPT
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Do nothing, because all rows are known."""
+        """Do nothing, because the tokens of all rows are known."""
 
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
@@ -83,7 +83,8 @@ class Session:
         self.decoder, self.steps = decoder, args.steps
         maker = torch.Generator().manual_seed(2)
         self.ids = torch.randint(3, 90, (rows, PROMPT), generator=maker).to(DEVICE)
-        # Use tokens of steps with drafts, because kernels of plain steps may round differently.
+        # Generate the known tokens with steps that verify drafts, because the kernels of plain
+        # steps may round differently.
         none = torch.full((rows, args.drafts), -1, device=DEVICE)
         _, said = self.run(lambda: decoder.verify(none), steps=most_tokens(args))
         known = torch.tensor(said, device=DEVICE)
@@ -104,7 +105,7 @@ class Session:
     def run(
         self, step: Callable[[], list[list[int]]], steps: int | None = None, loop: Any = None
     ) -> tuple[float, list[list[int]]]:
-        """Return the duration of the steps after the prompts, and the tokens of each row."""
+        """Run a sample; return the duration without the prompts, and the tokens of each row."""
         loop = loop or self.decoder
         loop.admit(self.ids)
         said = [[token] for token in self.decoder.tokens.tolist()]
@@ -119,7 +120,7 @@ class Session:
 
 
 def most_tokens(args: argparse.Namespace) -> int:
-    """Return the maximum number of tokens per row after its prompt, including drafts."""
+    """Return the maximum number of tokens per row after the prompt, including drafts."""
     return (args.steps + 1) * (args.drafts + 1)
 
 

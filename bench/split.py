@@ -2,23 +2,26 @@
 
     python bench/split.py [decode] [encoder] [--rounds N] [--calls N] [--seconds S] [--small]
 
-``decode``: a batch of 600 rows through many small operations, which is limited by the host:
+``decode``: a batch of 600 rows runs through many small operations, whose speed the host limits:
 
-- ``eager``; ``by 640``: one replay of a graph of 640 rows; ``split``: 512 and 88 rows in graphs of
-  512 and 128; ``exact``: one replay of a graph of exactly 600 rows.
+- ``eager``: without graphs;
+- ``by 640``: one replay of a graph of 640 rows;
+- ``split``: 512 and 88 rows in graphs of 512 and 128 rows;
+- ``exact``: one replay of a graph of exactly 600 rows.
 
 ``encoder``: a service for sentences with an encoder of BERT-base's shape. A call has 1 to 200
     sentences, with the lengths of paragraphs of manual pages (tests/data/calls). Complete calls are
     measured in turns, from sentences in host memory to vectors on the device, and the times of all
     calls are summed:
 
-- ``eager``: padded to the longest sentence; ``bucket``: one replay of batch size x longest bucket;
-- ``split``: batches split over graphs of fewer sentences, with little padding of their number;
-- ``packed``: tokens of several sentences in one sequence, by ``PackedRunner``;
+- ``eager``: without graphs, padded to the longest sentence;
+- ``bucket``: one replay, padded to a capture size and to the bucket of the longest sentence;
+- ``split``: batches split over graphs for fewer sentences, so that few sentences are padding;
+- ``packed``: tokens of several sentences in one sequence, with ``PackedRunner``;
 - ``one by one``: a separate replay for each sentence in its own bucket.
 
-All results are first compared with eager results. Without a GPU, small models run on the tape,
-which tests the script only. ``--seconds`` limits the rounds of each part.
+All results are first compared with eager results. Without a GPU, small models run on the tape
+backend, which tests the script only. ``--seconds`` limits the time of the rounds of each part.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ def runner_of(step: Any, inputs: dict[str, StaticInput], **arguments: Any) -> Gr
 
 
 def print_eager_reasons(runner: GraphRunner) -> None:
-    """Print the reasons of eager steps, which are not expected."""
+    """Print the statistics of a runner if steps ran eager, which is not expected."""
     if runner.stats().eager_by_reason:
         print("\n".join(f"# {line}" for line in str(runner).splitlines()), flush=True)
 
@@ -91,7 +94,7 @@ def print_eager_reasons(runner: GraphRunner) -> None:
 def in_turns(
     cases: dict[str, Callable[[], Any]], *, rounds: int, seconds: float
 ) -> dict[str, list[float]]:
-    """Return milliseconds of each case, including device work; at least one round."""
+    """Measure the cases in turns, at least once; return milliseconds, including device work."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     end = time.perf_counter() + seconds
     for _ in range(rounds):
@@ -107,7 +110,7 @@ def in_turns(
 
 
 def show(times: dict[str, list[float]], part: str, ratio_to: str, **more: Any) -> None:
-    """Print the median of each case, and the median of its ratios to one case in the same round."""
+    """Print the median of each case, and of its ratios to one case within a round."""
     for name, samples in times.items():
         pairs = zip(samples, times[ratio_to], strict=True)
         emit(
@@ -141,7 +144,7 @@ class ManySmall(nn.Module):
 
 
 def decode(rounds: int, seconds: float, *, small: bool) -> None:
-    """Measure a batch of 600 rows for a model that is limited by the host."""
+    """Measure a batch of 600 rows with a model whose speed the host limits."""
     width, layers, steps = (32, 4, 2) if small else (256, 64, 20)
     model = ManySmall(width, layers).to(DEVICE, DTYPE).eval().requires_grad_(False)
     inputs = {"x": StaticInput((None, width), DTYPE)}
@@ -164,7 +167,7 @@ def decode(rounds: int, seconds: float, *, small: bool) -> None:
     for name, run in cases.items():
         off = float((run(x).float() - want).norm() / want.norm())
         if off > (2e-2 if HAS_GPU else 1e-4):
-            raise SystemExit(f"decode: {name} differs from eager by {off}")
+            raise SystemExit(f"decode: {name} differs from eager by a relative error of {off}")
 
     def several(run: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         def repeat() -> None:
@@ -186,7 +189,7 @@ def decode(rounds: int, seconds: float, *, small: bool) -> None:
 
 
 class Encoder(nn.Module):
-    """An encoder of BERT's shape with random weights; returns the first token's vector."""
+    """An encoder of BERT's shape with random weights. ``Padded`` and ``Packed`` run it."""
 
     def __init__(self, width: int, layers: int, heads: int, *, tokens: int = 30522) -> None:
         super().__init__()
@@ -214,7 +217,7 @@ class Encoder(nn.Module):
         positions: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the hidden states; ``attend`` gets heads in the dimension before the last."""
+        """Return the hidden states; ``attend`` gets tensors of shape (..., heads, D)."""
         x = self.first(self.token(ids) + self.position(positions))
         for layer in self.layers:
             parts = layer["qkv"](x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
@@ -295,7 +298,7 @@ class Packed(nn.Module):
 
 
 def calls_of(number: int) -> list[list[int]]:
-    """Return the sentence lengths of some calls, always the same."""
+    """Return the sentence lengths of up to ``number`` calls, always the same calls."""
     by_call: dict[str, list[int]] = {}
     with gzip.open(CALLS, "rt") as file:
         for row in csv.DictReader(file):
@@ -355,7 +358,8 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
         },
         axes=[Axis("items", (MOST_SENTENCES,))],
         sizes=tokens,
-        # Attention for packed sequences does not write rows that are beyond all offsets.
+        # Without the proof, because attention for packed sequences leaves rows beyond the last
+        # offset unwritten.
         options=RunnerOptions(strict=True, capture=unproven),
     )
     packed = PackedRunner(packing, CheapestPacking(), results="item")
@@ -394,7 +398,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
                 worst[name] = max(worst[name], float((got - want).norm() / want.norm()))
     print("# largest relative difference from eager:", worst, flush=True)
     if max(worst.values()) > (5e-2 if HAS_GPU else 1e-3):
-        raise SystemExit("encoder: a result differs from eager")
+        raise SystemExit("encoder: a result differs too much from eager")
 
     def whole(run: Callable[[list[torch.Tensor]], torch.Tensor]) -> Callable[[], None]:
         def trace() -> None:

@@ -4,7 +4,8 @@
 
 Steps have the sizes of a real trace, in its order. All rivals run in one process and take turns
 every few steps, each after two unmeasured steps. The device is synchronized between turns, outside
-the measured time, so that no queue is full. Rivals that do not support varying sizes get one size.
+the measured time, so that the queue of launches is never full. Rivals that do not support varying
+sizes run one size only.
 
 - ``eager``, ``torch.compile`` (mode ``reduce-overhead``), ``make_graphed_callables``;
 - ``by hand``: typical code with a dict of graphs, a slice assignment for each input, a fill of the
@@ -15,11 +16,11 @@ the measured time, so that no queue is full. Rivals that do not support varying 
 Inputs of a size are the same tensors each time, like an engine's own buffers, except in the case
 ``inputs elsewhere each time``.
 
-Groups: ``device`` (the base case, 3 int64 inputs), ``inputs`` (1, 8, and 3 of two dtypes),
-    ``nodes`` (steps of 1, 50 and 500 operations), ``host`` (numpy arrays and pinned memory).
-    Without a GPU, the tape is measured: the runner's own time (``runner``), with launches and nodes
-    that do nothing, and replay compared with eager (``tape``). ``floors.py`` measures the parts of
-    a step.
+Groups: ``device`` (the base case: 3 int64 inputs, 50 operations), ``inputs`` (1 input, 8 inputs,
+    and 3 inputs of two dtypes), ``nodes`` (steps of 1 and of 500 operations), ``host`` (numpy
+    arrays and pinned memory). Without a GPU, the tape backend is measured. ``runner`` is the
+    runner's own time, with launches and copy nodes that do nothing; ``tape`` compares replay with
+    eager. ``floors.py`` measures the parts of a step.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Case:
         self.execs: dict[int, ctypes.c_void_p] = {}
 
     def capture(self) -> None:
-        """Capture the graphs of the rivals by hand."""
+        """Capture the graphs of the handwritten rivals."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         for bucket in sorted({bucket_of(rows) for rows in self.sizes}, reverse=True):
@@ -149,12 +150,12 @@ class Case:
     # -- rivals -------------------------------------------------------------------------
 
     def eager(self) -> Run:
-        """Return the step without graphs."""
+        """Return a function that runs the step without graphs."""
         step, device = self.step, self.device
         return lambda rows: step(*device[rows])
 
     def by_hand(self, given: dict[int, list[torch.Tensor]], non_blocking: bool = False) -> Run:
-        """Return a typical implementation by hand."""
+        """Return a typical handwritten implementation."""
         static, graphs, outputs = self.static, self.graphs, self.outputs
 
         def run(rows: int) -> torch.Tensor:
@@ -171,7 +172,7 @@ class Case:
         return run
 
     def by_hand_best(self, *, direct: bool) -> Run:
-        """Return an implementation with cached views and one fused copy, without checks.
+        """Return a handwritten implementation with cached views, one fused copy and no checks.
 
         It supports only one dtype and does not fill stale rows.
         """
@@ -201,24 +202,24 @@ class Case:
         return launched if direct else replay
 
     def bare_replay(self) -> Run:
-        """Return a replay of the graph by torch."""
+        """Return a function that replays the graph through torch."""
         graphs = {rows: self.graphs[bucket_of(rows)] for rows in self.sizes}
         return lambda rows: graphs[rows].replay()
 
     def bare_launch(self) -> Run:
-        """Return a launch of the graph by the CUDA runtime."""
+        """Return a function that launches the graph through the CUDA runtime."""
         execs = {rows: self.execs[bucket_of(rows)] for rows in self.sizes}
         launch = direct_launch()
         return lambda rows: launch(execs[rows], None)
 
     def graphed(self) -> Run:
-        """Return torch.cuda.make_graphed_callables with one size."""
+        """Return the step graphed by torch.cuda.make_graphed_callables, for one size."""
         sample = tuple(self.device[FIXED])
         step = torch.cuda.make_graphed_callables(Step(self.step.num_ops), sample)
         return lambda rows: step(*sample)
 
     def compiled(self) -> Run:
-        """Return torch.compile with CUDA graphs, with one size."""
+        """Return the step compiled in mode reduce-overhead, for one size."""
         sample = tuple(self.device[FIXED])
         step = torch.compile(Step(self.step.num_ops), mode="reduce-overhead", dynamic=False)
         for _ in range(5):
@@ -249,13 +250,13 @@ class Case:
         )
         report = runner.capture()
         if report.failed:
-            raise SystemExit(f"capture failed: {report.failed}")
+            raise SystemExit(f"captures failed: {report.failed}")
         return runner
 
     def call(
         self, runner: GraphRunner, given: dict[int, list[Any]], *, by_name: bool = True
     ) -> Run:
-        """Return a call of the runner with inputs by name, as in engines."""
+        """Return a call of the runner, with inputs by name as in engines, or by position."""
         if not by_name:
             return lambda rows: runner(*given[rows])
         kept = {
@@ -295,9 +296,8 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Return microseconds per step of each case, one sample per turn.
 
-    After a change of turns, caches contain the data of the previous case. Each turn therefore
-    begins with two unmeasured steps of the trace, and the order of cases rotates by one every
-    round.
+    At the start of a turn, caches contain the data of the previous case. Each turn therefore begins
+    with two unmeasured steps of the trace, and the order of cases rotates by one every round.
 
     Args:
         cases: Functions to run, by name.
@@ -339,7 +339,7 @@ def wait() -> None:
 def emit_samples(
     group: str, samples: dict[str, list[float]], ratio_to: str, **more: Any
 ) -> dict[str, float]:
-    """Print each case, and its ratio to one case turn by turn."""
+    """Print each case with its median and the median of its ratios to one case, turn by turn."""
     medians = {}
     for name, values in samples.items():
         pairs = zip(values, samples[ratio_to], strict=True)
@@ -360,7 +360,7 @@ def emit_samples(
 
 
 def emit_ratios(group: str, samples: dict[str, list[float]], wanted: list[tuple[str, str, float]]):
-    """Print ratios with a target, and whether they reach it."""
+    """Print ratios that have a limit, and whether they stay within it."""
     for mine, other, limit in wanted:
         if mine in samples and other in samples:
             pairs = zip(samples[mine], samples[other], strict=True)
@@ -447,7 +447,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
 
 
 def inputs_group(sizes: list[int], rounds: int) -> None:
-    """Compare other numbers of inputs, and two dtypes."""
+    """Compare steps with 1 input, with 8 inputs, and with inputs of two dtypes."""
     shapes = {
         "1 input": [INT64],
         "8 inputs": [INT64] * 8,
@@ -484,7 +484,7 @@ def nodes_group(sizes: list[int], rounds: int) -> None:
 
 
 def host_group(sizes: list[int], rounds: int) -> None:
-    """Compare inputs in host memory, with steps one at a time and in groups."""
+    """Compare inputs in host memory, synchronizing after each step or after ten steps."""
     case = Case(sizes, [INT64] * 3, 50, host=True)
     case.capture()
     view, staged = case.runner("view"), case.runner("view", CudaBackend(copy_node=False))
@@ -531,7 +531,7 @@ def host_group(sizes: list[int], rounds: int) -> None:
 class Idle(TapeBackend):
     """Tape whose graphs, launches and copy nodes do nothing, to measure the runner itself.
 
-    Launches and updates of nodes are calls of C functions by ctypes, as on a device.
+    Launches and updates of copy nodes call C functions through ctypes, as on a device.
     """
 
     def __init__(self) -> None:
@@ -553,7 +553,7 @@ class Idle(TapeBackend):
         return CopyNode(kernel, num_regions, num_bytes)
 
     def direct_launch(self, graph: Any) -> tuple[Any, Any]:
-        """Return a launch that does nothing."""
+        """Return a launch function that does nothing, and a null handle."""
         return idle_call, ctypes.c_void_p()
 
 
@@ -604,7 +604,7 @@ def main() -> None:
     parser.add_argument("rounds", nargs="?", type=at_least_one, default=300, help=about)
     trace = TRACES / "step_azure_conv_low.csv.gz"
     parser.add_argument("--trace", type=Path, default=trace, help="trace with the batch sizes")
-    parser.add_argument("--skip-compile", action="store_true", help="skip torch.compile")
+    parser.add_argument("--skip-compile", action="store_true", help="do not measure torch.compile")
     parser.add_argument("--only", metavar="GROUP", help="group to measure")
     options = parser.parse_args()
     try:

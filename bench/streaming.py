@@ -4,19 +4,20 @@
 
 The model is that of examples/streaming_vad.py with random weights. Every hop is one step of all
 sessions. The time of a hop is measured from the call until its probabilities are available. Cases
-take turns, one hop each:
+take turns, one hop each; only ``eager, alone`` runs after the others:
 
-- ``eager``: the model, with rows gathered and scattered; ``eager, alone``: one session after
-  another in batches of one, for a few hops;
-- ``by hand``: one graph per size, captured by hand, with the same banks, slots as a list, rows
-  gathered and scattered, and no checks;
-- ``runner``: slots as a list and gathered rows; ``runner, compact``: rows read as views; ``runner,
-  slots on the device``: slots as a device tensor, which each hop waits for;
-- ``coming and going``, by hand and with a runner: at each hop, a tenth of the sessions is late, one
-  leaves and one joins.
+- ``eager``: the model without graphs, with rows gathered and scattered;
+- ``eager, alone``: the same, one session after another in batches of one, for a few hops;
+- ``by hand``: one handwritten graph per size, with the same banks, slots as a list, rows gathered
+  and scattered, and no checks;
+- ``runner``: slots as a list, and gathered rows;
+- ``runner, compact``: the same, but with rows read as views;
+- ``runner, slots on the device``: slots as a device tensor, which each hop waits for;
+- ``by hand, coming and going`` and ``runner, coming and going``: at each hop, a tenth of the
+  sessions is late, one leaves and one joins.
 
-Finally, the probabilities of each case are compared with the results of some sessions running alone
-(``largest difference``). Without a GPU, few sessions run on the tape.
+Finally, the probabilities of each case with fixed sessions are compared with those of some sessions
+running alone (``largest difference``). Without a GPU, few sessions run on the tape backend.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def runner_of(model: VoiceDetector, slots: SlotState) -> GraphRunner:
         backend="cuda" if HAS_GPU else "tape",
     )
     if failed := runner.capture().failed:
-        raise SystemExit(f"not captured: {failed}")
+        raise SystemExit(f"captures failed: {failed}")
     return runner
 
 
@@ -86,7 +87,7 @@ def eager_alone(model: VoiceDetector, number: int) -> Callable[[torch.Tensor], t
 
 
 class GatheredRows:
-    """Rows of banks at an index: gathered on reads, scattered on writes."""
+    """Rows of banks, selected by an index: gathered on reads, scattered on writes."""
 
     def __init__(self, banks: dict[str, torch.Tensor], index: torch.Tensor) -> None:
         self.banks, self.index = banks, index
@@ -99,7 +100,7 @@ class GatheredRows:
 
 
 class ByHand:
-    """Session state by hand: a graph for each size, and a table of slots by session.
+    """Handwritten session state: a graph for each size, and a table of slots by session.
 
     The row after the slots is used for padding. There are no checks, and results are copies.
     """
@@ -109,8 +110,8 @@ class ByHand:
         self.banks = {name: spec.full(number + 1, DEVICE) for name, spec in BANKS.items()}
         self.audio = torch.zeros(number, HOP, device=DEVICE)
         self.index = torch.full((number,), number, device=DEVICE)
-        # One hop runs at a time, so the device has read the slots of a hop before the next hop
-        # writes.
+        # One hop runs at a time, so the device has read the slots of a hop before the host writes
+        # those of the next.
         self.pinned = torch.empty(number, dtype=torch.int64, pin_memory=True)
         self.given = self.pinned.numpy()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -173,7 +174,7 @@ def by_hand(model: VoiceDetector, number: int) -> Callable[[torch.Tensor], torch
 def coming_and_going(
     sessions: SlotState | ByHand, serve: Callable[..., torch.Tensor], number: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a case in which, at each hop, a tenth is late, one leaves and one joins."""
+    """Return a case in which, at each hop, some sessions are late, one leaves and one joins."""
     chance, there, newest = random.Random(0), list(range(number)), number
 
     def run(audio: torch.Tensor) -> torch.Tensor:

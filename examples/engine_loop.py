@@ -2,10 +2,10 @@
 
     python examples/engine_loop.py
 
-Requests of different lengths arrive over time and decode together, one token each per step; each
-has a slot of a cache. The runner handles capture sizes, padding, the dictionary of graphs and the
-fallback to eager, which engines usually implement themselves. Without a GPU, the example runs on
-the tape.
+Requests of different lengths arrive over time and decode together, one token per step. Each request
+has a slot of the KV cache. The runner handles capture sizes, padding, the dictionary of graphs and
+the fallback to eager, which engines usually implement themselves. Without a GPU, the example runs
+on the tape backend.
 """
 
 from __future__ import annotations

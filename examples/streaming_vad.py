@@ -2,13 +2,14 @@
 
     python examples/streaming_vad.py [--callers N] [--slots N] [--seconds S]
 
-The model is Silero VAD for 16 kHz: the spectrum of the last 64 samples of the previous hop and the
-512 samples of this one, four convolutions, an LSTM cell, and the probability of speech. If
-silero-vad is installed (pip install --no-deps silero-vad), the model uses its weights, otherwise
-random weights.
+The model has the architecture of Silero VAD for 16 kHz. It processes the audio in hops of 512
+samples. Each hop, together with the last 64 samples of the previous hop, is transformed into
+a spectrum. Four convolutions and an LSTM cell then compute the probability of speech. If silero-vad
+is installed (pip install --no-deps silero-vad), the model uses its weights, otherwise random
+weights.
 
 Callers join, are late for some hops, hang up, and leave their slots to others. At the end, each
-caller's probabilities are compared with the results for the same audio alone.
+caller's probabilities are compared with those from running the caller's audio alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BANKS = {
 
 
 class VoiceDetector(torch.nn.Module):
-    """Detector for one hop of several callers: audio (B, 512) to probabilities (B,)."""
+    """Speech detector for one hop of several callers: audio (B, 512) to probabilities (B,)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class VoiceDetector(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, 1)
 
     def forward(self, audio: torch.Tensor, slots: Any) -> torch.Tensor:
-        """Process a hop; ``slots`` contains the rows of the callers' state."""
+        """Return the probabilities of a hop; ``slots`` contains the state of the callers."""
         audio = torch.cat((slots["context"], audio), 1)
         slots["context"] = audio[:, -CONTEXT:]
         padded = functional.pad(audio, (0, CONTEXT), "reflect").unsqueeze(1)

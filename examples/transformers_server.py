@@ -3,10 +3,10 @@
     python examples/transformers_server.py [--steps N] [--trace FILE]
 
 Requires transformers: pip install 'dispatchkit[transformers]'. The model is small and has random
-weights. Each row of the trace is one step with a number of requests. If there are fewer live
-requests, prompts are admitted; if there are more, the oldest leave. A request also leaves at the
-end of the cache. A request that leaves frees a slot of the static cache, the last rows move to the
-gaps, and every step replays a graph.
+weights. Each row of the trace is one step with a number of requests. If fewer requests are live,
+prompts are admitted; if more are live, the oldest leave. A request also leaves when it has filled
+its row of the static cache. When a request leaves, the last row in use moves to the gap. Every
+step replays a graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dispatchkit_transformers import GraphDecoder
 TRACE = (
     Path(__file__).resolve().parent.parent / "dispatchkit" / "demo" / "data" / "azure_conv_high.csv"
 )
-MOST, LENGTHS = 32, (24, 40)  # maximum number of requests; lengths of the cache
+MOST, LENGTHS = 32, (24, 40)  # maximum number of requests; cache lengths with graphs
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -6,9 +6,9 @@ Requires transformers: pip install 'dispatchkit[transformers]'. The model has ra
 a GPU, the size of whisper-base. A clip arrives at each step of the trace that begins a request.
 
 Every clip is padded to the same length, as usual with Whisper, so encoder batches differ only in
-their number of clips: ``graphed`` captures a graph for each size. Clips are admitted to a
-``GraphDecoder`` with the forced tokens for the language and the task, and are dropped at the end of
-their text. At the end, some texts are compared with the model's plain ``generate``.
+their number of clips, and ``graphed`` captures a graph for each size. Clips are admitted to a
+``GraphDecoder`` with the forced tokens for the language and the task, and are dropped when their
+text ends. At the end, some texts are compared with the results of the model's own ``generate``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
 ENCODER_SIZES = (1, 2, 4, 8)
 # The forced tokens: start, language, task, no timestamps. END ends a text.
 FORCED, END = ([50258, 50259, 50359, 50363], 50257) if IS_GPU else ([1, 5, 6, 7], 2)
-SHORTEST, LONGEST = (20, 120) if IS_GPU else (4, 16)  # number of tokens of a text
+SHORTEST, LONGEST = (20, 120) if IS_GPU else (4, 16)  # bounds of a text's token limit
 
 
 @attrs.define(eq=False)
 class Clip:
-    """A request: log-mel features (1, mels, frames), its tokens and its times."""
+    """A request: its log-mel features (1, mels, frames), its tokens and its times."""
 
     features: torch.Tensor
     limit: int
@@ -97,7 +97,7 @@ def drop_finished(decoder: GraphDecoder, live: list[Clip]) -> list[Clip]:
 
 
 def plain_tokens(model: Any, clip: Clip) -> list[int]:
-    """Return the tokens of the library's ``generate`` for a single clip."""
+    """Return the tokens that transformers' ``generate`` returns for a single clip."""
     ids = GenerationMixin.generate(
         model,
         input_features=clip.features,

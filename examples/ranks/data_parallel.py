@@ -5,12 +5,12 @@ Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-ba
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/data_parallel.py
 (the same command on both)
 
-Without a GPU for each rank, the example runs on the CPU with simulated graphs.
+Without a GPU for each rank, the example runs on the CPU with the tape backend.
 
-The model sums its hidden rows over all ranks, like an expert layer shared by all ranks: a
-collective that needs the same number of rows on every rank. Some ranks are idle in some steps and
-participate with padding rows. With ``--learn``, rank 0 learns from measured times and distributes
-its table.
+Like an expert layer that all ranks share, the model sums its hidden rows over all ranks. This
+all-reduce needs the same number of rows on every rank. A rank that is idle in a step takes part
+with padding rows. With ``--learn``, rank 0 learns from measured times, and distributes its table of
+decisions to the other ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    # Gloo is used for the agreement on the CPU, NCCL for the collectives of the model.
+    # The agreement uses gloo on the CPU. On GPUs, the model's collectives use NCCL.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
     torch.manual_seed(0)  # the same weights on all ranks
@@ -75,14 +75,13 @@ def main() -> None:
         [graph_piece(up), eager_piece(over_ranks), graph_piece(down)],
         inputs,
         sizes=SIZES,
-        # NCCL collectives can be captured, gloo collectives cannot.
+        # The NCCL collective becomes part of the graph; the gloo collective runs eager.
         mode="FULL" if on_gpu else "PIECEWISE",
         policy=policy,
         options=RunnerOptions(device=device),
     )
     facts = {"model": "two layers", "weights": 0}
-    # If a rank raises an error in this block, the other ranks stop with an error that names the
-    # rank.
+    # If a rank fails in this block, the others stop with an error that names this rank.
     with RankAgreement(timeout=30.0, facts=facts) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, epoch_steps=10)
         lost = ranked.capture()
@@ -106,7 +105,7 @@ def main() -> None:
         f"rank {rank}: steps by mode {modes}, {ranked.ranked.epoch} tables received from the "
         f"leader, {cost.total_us / max(1, cost.num_exchanges):.0f} us per agreement on a step"
     )
-    runner.clear()  # graphs that use a communicator must be destroyed before it
+    runner.clear()  # destroy the graphs before the communicator that they use
     dist.destroy_process_group()
 
 

@@ -5,11 +5,11 @@ Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-ba
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/tensor_parallel.py
 (the same command on both)
 
-Without a GPU for each rank, the example runs on the CPU with simulated graphs.
+Without a GPU for each rank, the example runs on the CPU with the tape backend.
 
-Every rank gets the same batches, as from one scheduler, and the policy does not learn. The
-configuration is compared once, at the start. Steps exchange nothing, except for an occasional check
-that detects a rank that has diverged.
+Every rank gets the same batches, as from one scheduler, and the policy does not learn. The ranks
+compare their configurations once, at the start. After that, they exchange data only in an
+occasional check, which detects a rank that has diverged.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
         f"rank {rank}: steps by mode {modes}, {exchanges} exchanges between ranks, largest "
         f"difference from the undivided layer {worst:.1e}"
     )
-    runner.clear()  # graphs that use a communicator must be destroyed before it
+    runner.clear()  # destroy the graphs before the communicator that they use
     dist.destroy_process_group()
 
 

@@ -25,8 +25,8 @@ class Launch(NamedTuple):
 
     Attributes:
         stream: Raw handle of the stream.
-        is_direct: Whether the graph was launched by a direct call of the device's runtime instead
-            of ``replay``.
+        is_direct: Whether the graph was launched by a direct call to the device runtime, not by
+            ``replay``.
     """
 
     stream: int
@@ -38,12 +38,13 @@ class LaunchLogBackend:
 
     Args:
         backend: The backend to wrap, or its name.
-        device: Device of the wrapped backend, if its name does not contain the device.
-        delay_us: Delay of the host before each launch, in microseconds.
+        device: Device of the wrapped backend, if ``backend`` does not specify it.
+        delay_us: Time that the host waits before each launch, in microseconds.
         capacity: Maximum number of launches in the log; the oldest are dropped.
 
     Raises:
-        ConfigError: The delay is negative.
+        ConfigError: ``delay_us`` is not a number of at least 0, or ``capacity`` is not a whole
+            number of at least 1.
 
     Attributes:
         launches: The log, oldest launch first.
@@ -64,8 +65,8 @@ class LaunchLogBackend:
         inner = resolve_backend(backend, device=device)
         self._inner, self._delay = inner, delay_us / 1e6
         self.launches: deque[Launch] = deque(maxlen=capacity)
-        # Streams, events and pools belong to the other backend and are only passed back to it. Its
-        # bound methods are used directly, because every step gets the current stream.
+        # Streams, events and pools belong to the wrapped backend and are only passed back to it.
+        # Its bound methods are assigned as they are, because a wrapper would slow down every step.
         self.current_stream = inner.current_stream
         self.current_stream_handle = inner.current_stream_handle
         self.new_stream = inner.new_stream
@@ -84,7 +85,7 @@ class LaunchLogBackend:
             self.copy_node = features.copy_nodes.copy_node
 
     def log_launch(self, stream: int, *, is_direct: bool) -> None:
-        """Wait for the delay, then log a launch."""
+        """Wait for ``delay_us``, then log a launch."""
         if self._delay:
             time.sleep(self._delay)
         self.launches.append(Launch(stream, is_direct))
@@ -101,7 +102,7 @@ class LaunchLogBackend:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """Capabilities of the other backend; ``capture`` forwards all arguments."""
+        """Capabilities of the wrapped backend, because ``capture`` forwards all arguments to it."""
         return self._inner.capabilities
 
     def device_info(self) -> dict[str, str]:
@@ -122,7 +123,7 @@ class LaunchLogBackend:
         return LoggedGraph(graph, self)
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
-        """Return the other backend's launch call with logging; None without direct launches."""
+        """Return the wrapped backend's launch call with logging; None without direct launches."""
         launches = self._features.direct_launches
         found = None if launches is None else launches.direct_launch(_inner_graph(graph))
         if found is None:
@@ -136,13 +137,13 @@ class LaunchLogBackend:
         return logged_call, handle
 
     def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
-        """Prepare a graph for its first launch, if the other backend supports uploads."""
+        """Prepare a graph for its first launch, if the wrapped backend supports uploads."""
         uploads = self._features.uploads
         return uploads is not None and uploads.upload(_inner_graph(graph), stream)
 
 
 class LoggedGraph:
-    """A graph of the other backend that logs its replays; other attributes are forwarded."""
+    """A wrapped graph that logs its replays, and forwards all other attributes."""
 
     def __init__(self, inner: CapturedGraph, backend: LaunchLogBackend) -> None:
         self.inner, self._backend = inner, backend
