@@ -24,8 +24,8 @@ class BatchFacts:
     Attributes:
         num_reqs: Number of requests; 0 if unknown.
         uniform: False for a mixed batch. True for a uniform decode batch, in which every request
-            is past its prompt and has the same number of tokens. With several configured query
-            lengths, the 1-based index of the batch's query length.
+            is past its prompt and has the same number of tokens. If several query lengths are
+            configured, the 1-based index of the batch's query length.
         loras: Number of active adapters.
         ceiling: Highest runtime mode that the batch may run in.
 

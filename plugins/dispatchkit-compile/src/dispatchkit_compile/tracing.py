@@ -125,7 +125,7 @@ def trace(
     changed = _restore_python_state(before)
     if changed:
         raise CaptureError(
-            f"The step sets {', '.join(changed)}, which a replay would not do, because it runs no "
+            f"The step sets {', '.join(changed)}, but a replay would not do so, because it runs no "
             "Python code. Instead, update a tensor in place, or return the value.",
             reason="python_effects",
         )

@@ -251,7 +251,7 @@ class CostModel:
         return attrs.evolve(low, **curves)
 
     def scaled(self, factor: int) -> CostModel:
-        """Return the model for sizes in units of ``factor`` tokens."""
+        """Return a model whose sizes are in units of ``factor`` tokens."""
         curves: dict[str, Any] = {}
         for field in _CURVES:
             curve = getattr(self, field)

@@ -1,8 +1,8 @@
 """Convert a plan to the settings of a serving engine.
 
-Capture sizes have different units: vLLM counts tokens of any step, SGLang and TensorRT-LLM count
-requests of decode steps. ``EngineSettings.means`` names the unit. With speculative decoding, a
-decode step has several tokens per request.
+Capture sizes have different units: vLLM counts the tokens of any step, whereas SGLang and
+TensorRT-LLM count the requests of decode steps. ``EngineSettings.means`` names the unit. With
+speculative decoding, a decode step has several tokens per request.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def emit_grid(plan: GridPlan) -> EngineSettings:
         means=f"rows per step, separately for each bucket of {chosen.axis}",
         notes=(
             (
-                "These are arguments of a GraphRunner; the step must name the axis in its inputs "
-                "or its signature. Imports: from dispatchkit import Axis; from dispatchkit_plan "
-                "import GridPolicy."
+                "These are arguments of a GraphRunner. The axis must be a dimension of an input or "
+                "a parameter of the step. Imports: from dispatchkit import Axis; from "
+                "dispatchkit_plan import GridPolicy."
             ),
         ),
         source="dispatchkit_plan.GridPolicy",
@@ -148,7 +148,7 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     if query_len > 1:
         notes.append(
             f"With {query_len} tokens per request, vLLM rounds every size up to a multiple of "
-            f"{query_len}, so plan with align={query_len}."
+            f"{query_len}, so plan with align={query_len} (--align {query_len})."
         )
     return EngineSettings(
         engine="vllm",

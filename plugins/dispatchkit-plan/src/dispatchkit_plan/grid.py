@@ -395,9 +395,9 @@ class _GridPlanner:
     def _gap(self, sizes: IntArray, values: IntArray, cost: float) -> float:
         """Return an upper bound on the plan's excess over the optimum, in percent.
 
-        The steps are rounded down to considered values. Rounding a plan down in the same way gives
-        a plan for the rounded steps that costs no more than the original plan for the original
-        steps. The best plan for the rounded steps is therefore a lower bound.
+        The steps are rounded down to considered values and sizes. If any plan for the original
+        steps is rounded down in the same way, it serves the rounded steps at the same cost or less.
+        The cost of the best plan for the rounded steps is therefore a lower bound.
         """
         rounded = attrs.evolve(
             self.fit,

@@ -81,8 +81,8 @@ class Hedge:
 
         Args:
             demand: Number of batches of each size, 0 to N. Shape (N + 1,).
-            weight: Total number of batches in the prior before its share is applied; by default,
-                the total of ``demand``.
+            weight: Total of the prior's histogram, in batches, before it is multiplied by its
+                share; by default, the total of ``demand``.
         """
         top = len(demand) - 1
         total = float(demand[1:].sum())

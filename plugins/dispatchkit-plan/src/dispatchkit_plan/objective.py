@@ -1,8 +1,8 @@
 """Objectives of a plan: padded tokens, or time according to a cost model.
 
-Both objectives define two costs of a batch of n tokens: at a captured size, and with a graph of
-exactly n tokens. The excess of the first cost over the second, in percent, measures the quality of
-a set of sizes. For padded tokens, this excess is the padding waste.
+Both objectives define two costs of a batch of n tokens: padded to a captured size, and with a graph
+of exactly n tokens. The excess of the first cost over the second, in percent, measures the quality
+of a set of sizes. If the objective is padded tokens, this excess is the padding in percent.
 """
 
 from __future__ import annotations

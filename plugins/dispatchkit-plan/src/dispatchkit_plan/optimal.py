@@ -147,7 +147,7 @@ def size_curve(
         cost: Cost matrix, as returned by ``padding_costs`` or ``served_costs``. Shape (M, M).
         max_sizes: Maximum number of sizes, at most the number of candidates.
         monotone: Whether a batch never costs less at a larger candidate. If True, the best
-            predecessor never decreases, and most candidates are skipped. Pass False if
+            ``j`` never decreases, and most candidates are skipped. Pass False if
             ``cost`` comes from ``require_sizes``.
 
     Raises:

@@ -49,7 +49,7 @@ def account_of(rows: StepTrace, settings: Settings, model: CostModel) -> Account
 
 
 def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
-    """Return the configuration of the settings, with missing values derived from the trace."""
+    """Return the configuration from the settings, with missing values derived from the trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureSizeWarning)  # dispatch_config warns below
         fitting = trace_config(rows, sizes=settings["sizes"])

@@ -336,10 +336,10 @@ def show(made: Plan, out: Console) -> None:
     over = f"{made.num_steps_over / made.num_steps:.1%} of these steps"
     beyond = f"{over} exceed the largest size and run eager"
     if largest > made.max_size:  # the plan has a graph at the token budget
-        beyond = f"{over} exceed {made.max_size} tokens and are not included"
+        beyond = f"{over} exceed {made.max_size} tokens and are not included in the padding"
     out.print(
         Text(
-            f"\nPadding {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
+            f"\nPadding is {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
             f"({counted(made.num_steps, 'step')}); {beyond}."
         )
     )
@@ -436,14 +436,14 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     over, product = made.num_steps_over / made.num_steps, made.product
     out.print()
     out.print(
-        f"Padding {made.waste_pct:.2f}% of the real work (rows x {made.axis}), judged on "
+        f"Padding is {made.waste_pct:.2f}% of the real work (rows x {made.axis}), judged on "
         f"{made.judged_on} ({counted(made.num_steps, 'step')}); {over:.1%} of these steps are "
         "beyond the limits and run eager."
     )
     out.print(
-        f"{counted(len(product.sizes), 'size')} x "
-        f"{counted(len(product.buckets), 'bucket')} planned separately "
-        f"({counted(product.num_graphs, 'graph')}): padding {product.waste_pct:.2f}%."
+        f"Planned separately, {counted(len(product.sizes), 'size')} x "
+        f"{counted(len(product.buckets), 'bucket')} ({counted(product.num_graphs, 'graph')}) "
+        f"have {product.waste_pct:.2f}% padding."
     )
     if made.objective != "padding":
         out.print(
