@@ -54,4 +54,3 @@ class TestEveryPart(OptionalTests):
 
 def test_no_two_planted_faults_are_one():
     assert len({backend for backend, *_ in PLANTED}) == len(PLANTED) >= 15
-    assert len({test for _, test, *_ in PLANTED}) == len(PLANTED)
