@@ -29,8 +29,8 @@ class Parts:
     """The parts of a warm step of a runner.
 
     Args:
-        case: Kind of step.
-        runner: Runner whose results are views.
+        case: Step to measure, with its inputs.
+        runner: Runner of the step. Its results are views.
     """
 
     def __init__(self, case: Case, runner: Any) -> None:
@@ -145,14 +145,14 @@ class Parts:
 
         return {
             "the launch": launched,
-            "+ the current stream": on_stream,
-            "+ the lock": locked,
-            "+ the table's row": looked_up,
-            "+ autocast, modules, values, stream": guarded,
-            "+ stale rows reset": cleaned,
-            "+ counts, and values compared in every 16th step": counted,
-            "the same in the plan": planned,
-            "the same in dispatcher and plan": dispatched,
+            "+ get the current stream": on_stream,
+            "+ acquire the lock": locked,
+            "+ look up the table's row": looked_up,
+            "+ check autocast, modules, values and stream": guarded,
+            "+ reset stale rows beyond the batch": cleaned,
+            "+ count, and compare values in every 16th step": counted,
+            "the same operations, performed by the plan": planned,
+            "the same operations, performed by dispatcher and plan": dispatched,
             "run_in_place": self.runner.run_in_place,
         }
 
@@ -205,13 +205,13 @@ class Parts:
 
         return {
             "the launch": launched,
-            "+ addresses of the inputs compared": addressed,
-            "+ the inputs checked": checked,
-            "+ stream, lock, the table's row": locked,
-            "+ guards and counts, in the plan": planned,
-            "the same in dispatcher and plan": dispatched,
-            "+ inputs by name": lambda _: bound(**given),
-            "the call": lambda _: runner(**given),
+            "+ compare the addresses of the inputs": addressed,
+            "+ check the inputs": checked,
+            "+ get the stream, acquire the lock, look up the table's row": locked,
+            "+ check guards and count; from here on, the plan performs all operations": planned,
+            "the same operations, performed by dispatcher and plan": dispatched,
+            "+ bind the inputs by name": lambda _: bound(**given),
+            "the complete call": lambda _: runner(**given),
         }
 
     def comparisons(self, case: Case) -> dict[str, Run]:
@@ -228,16 +228,16 @@ class Parts:
 
         found: dict[str, Run] = {
             "the launch": lambda _: launch(graph, argument),
-            "inputs elsewhere: node updated, and the launch": updated_node,
-            "one view created": lambda _: values[0][:100],
-            "one result cloned": lambda _: values[0].clone(),
+            "set the parameters of the copy node and launch": updated_node,
+            "create a view of the result": lambda _: values[0][:100],
+            "clone the result": lambda _: values[0].clone(),
             "nothing": lambda _: None,
         }
         if HAS_GPU:
             event, current = torch.cuda.Event(), torch.cuda.current_stream()
-            found["an event recorded"] = lambda _: event.record(current)
+            found["record an event"] = lambda _: event.record(current)
             case.capture()
-            found["torch's replay"] = case.bare_replay()
+            found["replay through torch"] = case.bare_replay()
             found["make_graphed_callables"] = case.graphed()
         return found
 

@@ -68,7 +68,7 @@ def emit(
 
 
 def machine() -> dict[str, str | None]:
-    """Return the fields of this machine; the device is ``cpu`` if torch is not imported."""
+    """Return the fields about the machine; the device is ``cpu`` unless torch is imported."""
     try:
         version: str | None = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

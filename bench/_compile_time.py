@@ -49,7 +49,7 @@ _tuning = {"depth": 0, "seconds": 0.0}
 
 
 def compile_time() -> CompileTime:
-    """Return the time spent so far; autotuning counts from the call of ``load_compiler`` on."""
+    """Return the time spent so far. Autotuning is measured once ``load_compiler`` has run."""
     return CompileTime(
         cumulative_time_spent_ns["entire_frame_compile"] / 1e9,
         _tuning["seconds"],
@@ -60,7 +60,7 @@ def compile_time() -> CompileTime:
 
 @functools.cache
 def load_compiler(device: torch.device) -> None:
-    """Load torch.compile by compiling a small function, and start to measure autotuning.
+    """Load torch.compile by compiling a small function, and start measuring autotuning.
 
     The first measured compilation then does not include imports. Source: ``CachingAutotuner`` in
     torch/_inductor/runtime/triton_heuristics.py and ``dynamo_timed`` in torch/_dynamo/utils.py of

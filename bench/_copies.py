@@ -92,7 +92,7 @@ def runtime() -> ctypes.CDLL:
 
 
 def driver() -> ctypes.CDLL:
-    """Return the driver library."""
+    """Return the CUDA driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -126,7 +126,7 @@ def compiler() -> ctypes.CDLL:
     packages = Path(sysconfig.get_paths()["purelib"])
     places = [f"libnvrtc.so.{major}", *packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}")]
     for place in packages.glob("nvidia/*/lib/libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(place))  # NVRTC finds it by name only if it is loaded
+        ctypes.CDLL(str(place))  # NVRTC finds its builtins by name only if they are loaded
     for place in places:
         try:
             return ctypes.CDLL(str(place))
@@ -191,14 +191,14 @@ def measure_kernel_loading() -> None:
 
     for capacity in cuda_copy.CAPACITIES:
         text = cuda_copy.kernel_text(capacity).encode()
-        name = f"PTX with {capacity} bytes of data, loaded"
+        name = f"load PTX with {capacity} bytes of data"
         timed(name, lambda text=text: loaded(text, b"dispatchkit_copy"))
-    library = timed("NVRTC, the library loaded", compiler)
+    library = timed("load the NVRTC library", compiler)
     if library is None:
         return
     for capacity in cuda_copy.CAPACITIES:
         given = source.replace(str(cuda_copy.CAPACITIES[-1]), str(capacity))
-        name = f"NVRTC with {capacity} bytes of data, compiled and loaded"
+        name = f"compile with NVRTC and load, {capacity} bytes of data"
         timed(name, lambda given=given: loaded(cubin(library, given), b"dispatchkit_copy"))
 
 
@@ -521,11 +521,11 @@ def copies_and_launch(rounds: int) -> None:
         measure_case("launch alone, cuda-bindings", inputs.bindings_launch)
         measure_case("launch alone, cuda-bindings, driver", inputs.bindings_driver_launch)
         measure_case("one fused copy", inputs.fused)
-        measure_case("copy_ for each", inputs.one_by_one)
-        measure_case("cudaMemcpyAsync for each", inputs.runtime_each)
-        measure_case("cuMemcpyDtoDAsync for each", inputs.driver_each)
-        measure_case("cuda-bindings, cudaMemcpyAsync for each", inputs.bindings_each)
-        measure_case("cuda-bindings, cuMemcpyDtoDAsync for each", inputs.bindings_driver_each)
+        measure_case("one copy_ per input", inputs.one_by_one)
+        measure_case("one cudaMemcpyAsync per input", inputs.runtime_each)
+        measure_case("one cuMemcpyDtoDAsync per input", inputs.driver_each)
+        measure_case("cuda-bindings, one cudaMemcpyAsync per input", inputs.bindings_each)
+        measure_case("cuda-bindings, one cuMemcpyDtoDAsync per input", inputs.bindings_driver_each)
         with torch.cuda.stream(side):
             measure_case("one fused copy, own stream", lambda i=inputs: i.fused(stream))
             measure_case(
@@ -533,9 +533,11 @@ def copies_and_launch(rounds: int) -> None:
             )
         measure_case("cudaMemcpyBatchAsync, default stream", lambda i=inputs: i.batched(None, None))
         measure_case(
-            "cudaMemcpyBatchAsync on the thread's stream, launch on the default one",
+            "cudaMemcpyBatchAsync on the per-thread stream, launch on the default stream",
             lambda i=inputs: i.batched(V(PER_THREAD), None),
         )
-        measure_case("copy nodes updated", inputs.copy_nodes)
-        measure_case("one kernel", lambda i=inputs: with_kernel(i.kernel))
-        measure_case("one kernel node updated", lambda i=inputs: with_kernel(i.kernel_node))
+        measure_case("graph with one memcpy node per input", inputs.copy_nodes)
+        measure_case("one kernel before the graph", lambda i=inputs: with_kernel(i.kernel))
+        measure_case(
+            "graph with one kernel node for all inputs", lambda i=inputs: with_kernel(i.kernel_node)
+        )

@@ -36,7 +36,7 @@ def num_tokens(args: argparse.Namespace) -> int:
 
 
 def generate_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a call of ``generate``."""
+    """Return the keyword arguments for ``generate``."""
     return {
         "max_new_tokens": num_tokens(args),
         "do_sample": False,

@@ -263,7 +263,8 @@ def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
     return Case("raw graphs", run, (memory, graphs))
 
 
-# Argument `dynamic` of torch.compile; with "batch", dimension 0 is marked as dynamic instead.
+# Argument `dynamic` of torch.compile for each value of `--dynamic`. For "batch", dimension 0 is
+# marked as dynamic instead.
 DYNAMIC = {"batch": None, "auto": None, "yes": True, "no": False}
 
 

@@ -1,4 +1,4 @@
-"""Choose the batch sizes that the decoding benchmark runs, plans and compiles."""
+"""Choose the batch sizes that the decoding benchmark runs, plans for and compiles for."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ def _import(name: str) -> Any:
     """
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a package built for another torch may raise anything
+    except Exception as error:  # a package for another torch version may raise anything
         raise MissingPackageError(name.partition(".")[0], error) from error
 
 
-#: One small model of each family of timm.
+#: One small model of each model family in timm.
 TIMM = """
 resnet18 resnext50_32x4d seresnet18 res2net50_26w_4s resnest14d skresnet18 resnetv2_50 dpn68
 densenet121 vgg11

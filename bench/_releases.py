@@ -21,7 +21,7 @@ _LOADER = (
 def _loader() -> ModuleType:
     spec = importlib.util.spec_from_file_location("vllm_release_loader", _LOADER)
     if spec is None or spec.loader is None:
-        raise SystemExit(f"{_LOADER} is missing; run this from a checkout.")
+        raise SystemExit(f"{_LOADER} is missing; run this script from a checkout.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

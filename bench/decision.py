@@ -61,7 +61,7 @@ class EveryCountPolicy(SmallestPolicy):
 
 
 class DictOfTuples:
-    """A dispatcher with the same checks, in front of one dictionary of decisions."""
+    """A dispatcher with the checks of ``Dispatcher``, but one dictionary of decisions."""
 
     def __init__(self, dispatcher: Dispatcher, steps: Iterable[Step]) -> None:
         self.table = {
@@ -261,7 +261,7 @@ def releases_group(rounds: int) -> None:
             ratio = min(times[f"vLLM {release}"]) / min(times["dispatch"])
             emit(
                 BENCH,
-                f"vLLM {release}, {mode}: times cheaper, best samples",
+                f"vLLM {release}, {mode}: time relative to dispatchkit, best samples",
                 ratio,
                 "ratio",
                 rounds,
@@ -374,7 +374,7 @@ def main() -> None:
         )
         for name, samples in one.items():
             hot[name].append(round(statistics.median(samples)))
-    named = {f"hot one by one, {name}": samples for name, samples in hot.items()}
+    named = {f"hot, {name}": samples for name, samples in hot.items()}
     first = next(iter(named))
     emit_all(BENCH, named, per=500, ratio_to=first, group="hot")
 

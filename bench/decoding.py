@@ -260,7 +260,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
 
 
 def selected_cases(args: argparse.Namespace, *parts: str) -> list[str]:
-    """Return the cases of some parts that can run here, in order."""
+    """Return the cases that the parts run on this machine, in order."""
     names = list(CALLS) if parts == ("calls",) else list(CASES)
     left_out = set(args.skip)
     if "fixed" not in parts:
@@ -324,7 +324,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--eager-steps",
         type=at_least_one,
-        help="number of trace steps that run eager (default: all)",
+        help="number of trace steps for the case eager (default: all)",
     )
     parser.add_argument("--graphs", type=int, default=3, help="number of planned capture sizes")
     parser.add_argument("--length", type=int, default=512 if IS_GPU else 64)

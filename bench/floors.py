@@ -101,9 +101,11 @@ def copies(rounds: int) -> None:
             for view, tensor in zip(views, given, strict=True):
                 view.copy_(tensor)
 
-        measure(group, "copy_ for each", one_by_one, rounds)
+        measure(group, "one copy_ per input", one_by_one, rounds)
         measure(group, "one fused copy", lambda v=views, g=given: fused(v, g), rounds)
-        measure(group, "one fused copy, with tails", lambda b=both, f=filled: fused(b, f), rounds)
+        measure(
+            group, "one fused copy, with padding rows", lambda b=both, f=filled: fused(b, f), rounds
+        )
 
 
 def launches(rounds: int) -> None:
@@ -144,7 +146,7 @@ def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) 
         out.add_(device[0, :BUCKET])
 
     graph, handle = captured(body)
-    group = f"{count} host inputs, " + ("one block" if whole else "by input")
+    group = f"{count} host inputs, " + ("one block" if whole else "one copy per input")
     measure(group, "direct launch", lambda: launch(handle, None), rounds)
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     samples = []

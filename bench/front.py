@@ -14,8 +14,8 @@ kind of a line is the first word of its ``case``:
 - "failed": a model that raised an error. "missing": a package that cannot be imported. "skipped": a
   model for which a stage had no time left. "stopped": a worker that exceeded the time of a stage.
 
-The last line counts the lines of each kind. ``--no-tf32`` uses full precision, in which results for
-different batch sizes differ least.
+The last line counts the workers' lines of each kind. ``--no-tf32`` uses full precision, in which
+results for different batch sizes differ least.
 """
 
 from __future__ import annotations

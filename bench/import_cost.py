@@ -1,7 +1,8 @@
 """Measure `import dispatchkit` and `import attrs, pluggy`, its run-time dependencies.
 
-Each sample is a new interpreter that measures only the import. The two alternate, so that a busy
-machine slows both equally. Prints one JSON line with medians in microseconds and their ratio.
+Each sample is a new interpreter that measures only the import. The two imports alternate, so that a
+busy machine slows both equally. The script prints one JSON line with the median of the first
+import in microseconds, and the ratio of this median to that of the second import.
 
     python bench/import_cost.py [SAMPLES]
 """

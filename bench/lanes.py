@@ -14,7 +14,7 @@ Results are released after the round. All cases take turns in one process:
 - ``runner, lanes``: ``submit`` of a runner with several lanes, which are used in turn.
 - ``runner, lanes, views``: the same with results that are not cloned.
 
-``small`` graphs leave most of the device idle, ``filling`` graphs occupy all of it. Steps are
+``small`` graphs leave most of the device idle; ``filling`` graphs occupy all of it. Steps are
 launched one after another, so the last lane begins late in each round, with the runner and by hand.
 With more steps per round, this delay matters less. Without a GPU, the tape backend is measured: the
 host time of ``submit``, compared with a call of the same graph.
@@ -197,8 +197,10 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
         }  # ratios of speeds: above 1 is faster than the base
         median, on_host = statistics.median(samples), statistics.median(host[name])
         if brief:
-            beaten = " ".join(f"{ratio:.3f} of {base}" for base, ratio in ratios.items())
-            line.append(f"{name} {median:.1f} ({on_host:.1f} host) {beaten}".rstrip())
+            beaten = ", ".join(
+                f"{ratio:.3f} times the speed of {base}" for base, ratio in ratios.items()
+            )
+            line.append(f"{name} {median:.1f} us ({on_host:.1f} us host) {beaten}".rstrip())
             continue
         for base, ratio in (ratios or {None: None}).items():
             facts = {"ratio_to": base, "ratio": ratio, "host": round(on_host, 2)}

@@ -60,7 +60,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--models", default="mlp,lm", help="names in bench/policies.py, comma-separated")
+    add("--models", default="mlp,lm", help="names of models in bench/policies.py, comma-separated")
     add("--policy", default="adaptive")
     add("--steps", type=int, default=5000)
     add("--sample-every", type=int, default=16)

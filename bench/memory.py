@@ -7,10 +7,10 @@
 
 - ``pools``: eight runners (a UNet at four resolutions, two decoders, an encoder, a drafter) that
   share one pool; ``--apart``: one pool each; ``--by-hand``: a loop of torch.cuda.graph with one
-  pool. Prints the memory allocated on the device, and the part that the memory account does not
-  explain. The runners first run alone, and their results are compared approximately with eager.
-  Then all eight run random steps on two streams, and the results are compared bit for bit with
-  those of running alone.
+  pool. The lines contain the memory allocated on the device, and the part that the memory account
+  does not explain. The runners first run alone, and their results are compared approximately with
+  eager. Then all eight run random steps on two streams, and the results are compared bit for bit
+  with those of running alone.
 - ``sleep``: the memory released by ``memory.sleep()``; the times of sleep, wake, the first replays
   and new captures; and whether the first replays return bit for bit the same results as before.
 - ``concurrent``: the step times of one thread while another thread captures 51 graphs. There are
@@ -21,9 +21,9 @@
 - ``dropped``: host and device memory after runners are created, captured and dropped with garbage
   collection disabled.
 
-Each subcommand stops after ``--seconds`` (50) with its results so far. Without a subcommand, short
-versions of ``dropped`` and ``sleep`` run. Without a GPU, the tape backend is measured, which tests
-the script only.
+Each subcommand stops after ``--seconds`` (default: 50) with its results so far. Without a
+subcommand, short versions of ``dropped`` and ``sleep`` run. Without a GPU, the tape backend is
+measured, which tests the script only.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def pools(options: argparse.Namespace) -> None:
     account = memory.account()[0]
     emit(
         BENCH,
-        f"unexplained after the steps, pools {way}",
+        f"unexplained memory after the steps, pools {way}",
         account.unexplained_bytes,
         "bytes",
         1,
@@ -292,7 +292,7 @@ def pools_by_hand(cases: Any, before: int, *, keep_outputs: bool) -> None:
     seconds = time.perf_counter() - start
     emit(
         BENCH,
-        f"eight loops by hand, one pool, outputs {'kept' if keep_outputs else 'released'}",
+        f"eight handwritten loops, one pool, outputs {'kept' if keep_outputs else 'released'}",
         used() - before,
         "bytes",
         1,
@@ -370,7 +370,7 @@ def cycle(
     )
     emit(
         BENCH,
-        f"sleep and wake, time {number + 1}",
+        f"sleep and wake, cycle {number + 1}",
         given,
         "bytes",
         1,
@@ -393,9 +393,9 @@ class ServingThread:
     """A thread that runs steps, measures them and compares them with eager.
 
     Args:
-        runner: Runner of the steps.
-        inputs: Inputs, used in turns.
-        expected: Results of eager for each input.
+        runner: Runner that runs the steps.
+        inputs: Inputs, used in turn.
+        expected: Eager result for each input.
     """
 
     def __init__(self, runner: GraphRunner, inputs: Any, expected: Any) -> None:
@@ -625,7 +625,7 @@ def main() -> None:
     one.add_argument("--max-pause-us", type=float, default=2000.0)
     case(dropped).add_argument("--runners", type=int, default=10_000)
     options = parser.parse_args()
-    if not hasattr(options, "run"):  # run by `make bench`: only the two fast parts
+    if not hasattr(options, "run"):  # no subcommand, as in `make bench`
         options = parser.parse_args(["sleep", "--gib", "1"])
         dropped(parser.parse_args(["dropped", "--runners", "50"]))
     options.run(options)

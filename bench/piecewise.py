@@ -5,13 +5,13 @@
 
 A decoder whose attention is a custom operator runs the same steps in every case. Four of five steps
 are uniform decode batches, the others include prefill, and ``--sizes`` distinct numbers of rows
-occur. Cases take turns. The time of a step is that of the trace divided by its number of steps; as
-in a server, the device is synchronized only at the end of a trace.
+occur. Cases take turns. The time of a step is the time of the trace divided by its number of
+steps; as in a server, the device is synchronized only at the end of a trace.
 
 - ``eager``: the model without graphs.
 - ``PIECEWISE``, ``FULL_AND_PIECEWISE``: a GraphRunner, with the model split at attention.
 - ``compiled``, ``compiled, guards skipped``, ``compiled, inductor pieces``: this package's backend
-  of torch.compile, with FULL_AND_PIECEWISE.
+  for torch.compile, with FULL_AND_PIECEWISE.
 - ``torch.compile default``, ``torch.compile reduce-overhead``: torch's own modes.
 
 Each case prints two more lines: ``cold`` is the time of the first run of the trace, including all

@@ -1,4 +1,4 @@
-"""Simulate dispatch policies on recorded traffic with the costs of a model.
+"""Simulate dispatch policies on recorded traffic with step times from a cost model.
 
 Every step goes through the real dispatcher; only time is simulated. The times that policies receive
 have 10% noise, and one in a hundred is ten times too long. The results use the true times.
@@ -156,7 +156,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     prefix = "  (short)" if None in behind else f"{max(behind):+8.3f}%"
     return (
         f"{first['trace']:<18} {first['policy']:<10} over oracle {statistics.mean(over):6.3f}% "
-        f"(worst {max(over):6.3f}%), prefix vs base {prefix}, "
+        f"(worst {max(over):6.3f}%), worst prefix vs base {prefix}, "
         f"{first['steps']} steps, {first['measured']} measured, {first['changes']} changed"
     )
 

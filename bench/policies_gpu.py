@@ -29,7 +29,8 @@ estimates of ``adaptive``. In the printed lines:
 - ``learn`` is the host time of the policy per step, and its ``max`` for one outcome. ``outcomes``
   is the number of reported outcomes, ``cleared`` the number of cell ranges they cleared, and
   ``decided`` the number of new decisions.
-- The line ends with the numbers of eager (``e``) and graph (``g``) steps of the most used buckets.
+- The line ends with the numbers of eager (``e``) and graph (``g``) steps of each bucket that has at
+  least 2% of the steps.
 
 Each model uses its own process, so that a failure does not affect the other model. Without CUDA,
 ``--device cpu`` runs small models on the tape backend, which tests the script only.
@@ -198,7 +199,7 @@ class Times:
 
     Attributes:
         graphs: Time of each graph, by its size.
-        eager: Time of eager steps, by size, ascending.
+        eager: Time of eager steps by size, in ascending order of the sizes.
     """
 
     graphs: dict[int, float]
@@ -661,7 +662,8 @@ def print_goals(lines: Sequence[dict[str, Any]]) -> None:
         else:
             goals.append(("over_vllm", 1.0 / line["gain"], DECODER_LOSS, 1))
         texts = [
-            f"{goal} {value:.4f} ({'met' if sign * value <= sign * limit else 'NOT met'}: {limit})"
+            f"{goal} {value:.4f} "
+            f"(goal {limit}: {'met' if sign * value <= sign * limit else 'NOT met'})"
             for goal, value, limit, sign in goals
         ]
         print(f"{line['model']} {line['trace']}: {', '.join(texts)}", flush=True)

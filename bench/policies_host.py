@@ -6,24 +6,26 @@
 
 In ``bench/policies.py``, each arm has a single time. On a GPU, a step takes host time for its
 launches and device time for its kernels. Which of the two counts depends on the other steps: if the
-host is ahead of the device, its time is hidden; otherwise, the device waits. Here, host and device
-have separate clocks. Times were measured on an H200; noise and hosts of different speeds are
+host is ahead of the device, the host time is hidden; otherwise, the device waits. Here, host and
+device have separate clocks. Times were measured on an H200; noise and hosts of different speeds are
 simulated.
 
 The policy receives outcomes as from a runner: one in 16 regular steps (those that are not probes)
-is measured. Its outcome is reported at a later measured step, once the device has finished it. The
-simulated host time includes outcomes, refilled cells and the measurement of steps. The host
-waits for the device after every 50 steps, as in ``bench/policies_gpu.py``.
+is measured. The outcome of a step is reported at a later measured step, after the device has
+finished the earlier one. The simulated host time includes outcomes, refilled cells and the
+measurement of steps. The host waits for the device after every 50 steps, as in
+``bench/policies_gpu.py``.
 
 A host is specified by its time for an eager step of the MLP, in microseconds; the times of its
 other work are proportional. ``300-530`` changes from the first value to the second after a third of
-the steps. ``300~530`` changes to a random value in between every 1,500 steps on average.
+the steps. ``300~530`` changes to a random value between the two, every 1,500 steps on average.
 
 The decoder has graphs of 51 sizes up to 512 and of three larger sizes, and ten times as many
 launches as the MLP. Eager can be its best arm only in the three largest buckets.
 
-``over`` is the time of ``adaptive`` relative to that of the best fixed arms, which are the graph or
-eager for each bucket. ``gain`` is the time of ``vllm`` relative to that of ``adaptive``.
+``over`` is the time of ``adaptive`` relative to that of the best fixed arms, where each bucket
+always uses its graph or always runs eager. ``gain`` is the time of ``vllm`` relative to that of
+``adaptive``.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Model:
 
     Attributes:
         graphs: Device time of each graph in microseconds, by its size.
-        eager: Device time of eager steps in microseconds, by number of tokens, ascending.
+        eager: Device time of eager steps in microseconds, by number of tokens, in ascending order.
         launches: Number of launches of an eager step.
         host: Host time of an eager step, relative to the MLP.
         limit: Largest number of tokens in the largest bucket for which eager is the best arm.
@@ -166,7 +168,7 @@ class Clocks:
     _launches: int = 0
 
     def spend(self, us: float) -> None:
-        """Advance the host clock by ``us`` of the usual host, scaled to the speed of this host."""
+        """Advance the host clock by ``us``, scaled to the speed of this host (see ``USUAL_US``)."""
         self.host_us += us * self.eager_host_us / USUAL_US
 
     def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool, float]:

@@ -2,9 +2,9 @@
 
     python bench/proof.py [--rounds N]
 
-Measures ``runner.capture()`` at 8 sizes with and without the proof, for an encoder of 12 layers
-with sequences of 16 tokens and for an MLP of two layers. The cases take turns in one process, and
-the ratio is the median of the ratios within a round.
+The script measures ``runner.capture()`` at 8 sizes with and without the proof, for an encoder of 12
+layers with sequences of 16 tokens and for an MLP of two layers. The cases take turns in one
+process, and the ratio is the median of the ratios within a round.
 """
 
 from __future__ import annotations

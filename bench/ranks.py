@@ -1,7 +1,7 @@
 """Measure agreement between ranks, compared with a bare all-reduce of the same size.
 
     python bench/ranks.py                                    # two processes with gloo
-    torchrun --standalone --nproc-per-node 2 bench/ranks.py  # any number of ranks or GPUs
+    torchrun --standalone --nproc-per-node 2 bench/ranks.py  # any number of processes
 
 Cases take turns, in the same order on all ranks:
 
@@ -51,7 +51,7 @@ def dispatcher() -> Dispatcher:
 
 
 def repeated(run: Callable[[], Any], calls: int = CALLS) -> Callable[[], None]:
-    """Return a function that calls ``run`` several times."""
+    """Return a function that calls ``run`` the given number of times."""
 
     def many() -> None:
         for _ in range(calls):
@@ -61,7 +61,7 @@ def repeated(run: Callable[[], Any], calls: int = CALLS) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Start ranks, or run as a rank."""
+    """Start the ranks, or run as one of them."""
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         # Without this address, torchrun asks a name server for the address of this host.

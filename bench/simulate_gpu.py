@@ -12,9 +12,9 @@
     and runner ran the same number of steps in each mode.
 
 ``memory``: for five models, the forecast from a few captured sizes is compared with the memory of
-    graphs of all sizes. ``median`` is the measured memory, and ``ratio`` the forecast upper bound
-    divided by the measured memory: 1 to 1.1 is the target. ``driver_bytes`` is the memory that the
-    driver allocated outside torch; torch's statistics do not include it.
+    graphs of all sizes. ``median`` is the measured memory, and ``ratio`` the upper bound of the
+    forecast divided by the measured memory: 1 to 1.1 is the target. ``driver_bytes`` is the memory
+    that the driver allocated outside torch; torch's statistics do not include it.
 
 Without a GPU, small models run on the tape backend, which tests the script only.
 """

@@ -3,7 +3,8 @@
     python bench/speculation.py [--models NAME ...] [--batches N ...] [--rates RATE ...]
         [--drafts N] [--steps N] [--rounds N] [--attention NAME]
 
-A sample is ``--steps`` steps of all rows. The host reads the tokens of each step, as in a server:
+A sample is ``--steps`` steps of all rows. The host reads the tokens of each step, as in a server.
+The cases are:
 
 - ``none``: ``step`` of GraphDecoder.
 - ``right RATE``: ``step`` of SpeculativeDecoder with drafts that are correct with this probability.
@@ -172,7 +173,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
                 **fields[case],
             )
     eager = {gives: one.eager_by_reason for gives, one in decoder.stats().graphs.items()}
-    print(f"# {name}: eager steps {eager}", flush=True)
+    print(f"# {name}: eager steps by reason {eager}", flush=True)
 
 
 def main() -> None:

@@ -258,7 +258,7 @@ def varlen_attention() -> Callable[..., torch.Tensor] | None:
         varlen_attn(q, q, q, offsets, offsets, 512, 512)
         synchronize()
     except Exception as error:  # noqa: BLE001 - a mask is used instead
-        print(f"# no varlen_attn: {type(error).__name__}: {error}", flush=True)
+        print(f"# varlen_attn is not available: {type(error).__name__}: {error}", flush=True)
         return None
     return varlen_attn
 
@@ -424,8 +424,8 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
         print_eager_reasons(runner)
         stats = runner.stats()
         print(
-            f"# {name}: {stats.steps} steps, rows padded {stats.padding:.1%}, "
-            f"eager {stats.eager_by_reason}",
+            f"# {name}: {stats.steps} steps, padding {stats.padding:.1%}, "
+            f"eager steps by reason {stats.eager_by_reason}",
             flush=True,
         )
 

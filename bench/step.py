@@ -14,7 +14,7 @@ sizes run one size only.
 - ``bare replay`` and ``bare launch``: only the graph.
 
 Inputs of a size are the same tensors each time, like an engine's own buffers, except in the case
-``inputs elsewhere each time``.
+``other addresses each time``.
 
 Groups: ``device`` (the base case: 3 int64 inputs, 50 operations), ``inputs`` (1 input, 8 inputs,
     and 3 inputs of two dtypes), ``nodes`` (steps of 1 and of 500 operations), ``host`` (numpy
@@ -98,7 +98,7 @@ def bucket_of(rows: int) -> int:
 
 
 def names(count: int) -> list[str]:
-    """Return names for a number of inputs."""
+    """Return the names of ``count`` inputs."""
     return [f"input_{index}" for index in range(count)]
 
 
@@ -339,7 +339,7 @@ def wait() -> None:
 def emit_samples(
     group: str, samples: dict[str, list[float]], ratio_to: str, **more: Any
 ) -> dict[str, float]:
-    """Print each case with its median and the median of its ratios to one case, turn by turn."""
+    """Print the median of each case, and of its ratios to one case within a turn."""
     medians = {}
     for name, values in samples.items():
         pairs = zip(values, samples[ratio_to], strict=True)
@@ -401,7 +401,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
         "bare replay": case.bare_replay(),
         "bare launch": case.bare_launch(),
         "runner, view": case.call(view, case.device),
-        "runner, view, inputs elsewhere each time": case.call_elsewhere(view),
+        "runner, view, other addresses each time": case.call_elsewhere(view),
         "runner, view, by position": case.call(view, case.device, by_name=False),
         "runner, view, without the copy node": case.call(by_torch, case.device),
         "runner, owned": case.call(owned, case.device),
@@ -421,7 +421,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
     wanted = [
         ("runner, view", "by hand", 1 / 3),
         ("runner, view", "make_graphed_callables", 0.35),
-        ("runner, view, inputs elsewhere each time", "make_graphed_callables", 0.35),
+        ("runner, view, other addresses each time", "make_graphed_callables", 0.35),
         ("runner, view", "reduce-overhead", 1 / 12),
         ("runner, owned", "by hand", 0.6),
     ]
@@ -436,7 +436,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
     over = statistics.median(mine - base for mine, base in pairs)
     emit(
         BENCH,
-        "in place, beyond a bare launch",
+        "in place, time beyond a bare launch",
         over,
         "us",
         rounds,
@@ -567,15 +567,15 @@ def runner_group(sizes: list[int], rounds: int) -> None:
     runner = case.runner("view", Idle())
     argument = ctypes.c_void_p()
     cases = {
-        "a launch of nothing": lambda rows: idle_call(argument, argument),
+        "launch that does nothing": lambda rows: idle_call(argument, argument),
         "runner, view": case.call(runner, case.device),
-        "runner, view, inputs elsewhere each time": case.call_elsewhere(runner),
+        "runner, view, other addresses each time": case.call_elsewhere(runner),
         "runner, view, by position": case.call(runner, case.device, by_name=False),
         "runner, in place": case.runner("view", Idle()).run_in_place,
     }
     for group, walked in (("runner", sizes), ("runner, one size", [FIXED])):
         samples = in_turns(cases, walked, rounds=rounds, together=50)
-        emit_samples(group, samples, "a launch of nothing")
+        emit_samples(group, samples, "launch that does nothing")
 
 
 def tape_group(rounds: int) -> None:

@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--alone", type=at_least_one, default=16 if HAS_GPU else 2)
     args = parser.parse_args()
     number, num_hops = args.sessions, int(args.seconds * HOPS_PER_SECOND)
-    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently per batch size
+    torch.backends.cudnn.allow_tf32 = False  # TF32 results depend on the batch size
     torch.manual_seed(0)
     model = VoiceDetector().to(DEVICE).eval()
     audio = 0.1 * torch.randn(num_hops, number, HOP, device=DEVICE)

@@ -101,7 +101,7 @@ def sounds_of(num_callers: int, num_hops: int) -> torch.Tensor:
 
 
 def make_runner(model: VoiceDetector, slots: SlotState) -> GraphRunner:
-    """Return a runner for batches of up to as many callers as there are slots."""
+    """Return a runner for batches of up to ``slots.num_slots`` callers."""
     return GraphRunner(
         model,
         {"audio": StaticInput((None, HOP), "float32"), "slots": slots},
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=1.0)
     args = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently per batch size
+    torch.backends.cudnn.allow_tf32 = False  # TF32 results depend on the batch size
     num_hops = max(1, int(args.seconds * HOPS_PER_SECOND))
     model, weights = load_detector()
     audio = sounds_of(args.callers, num_hops)

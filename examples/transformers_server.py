@@ -2,11 +2,11 @@
 
     python examples/transformers_server.py [--steps N] [--trace FILE]
 
-Requires transformers: pip install 'dispatchkit[transformers]'. The model is small and has random
-weights. Each row of the trace is one step with a number of requests. If fewer requests are live,
-prompts are admitted; if more are live, the oldest leave. A request also leaves when it has filled
-its row of the static cache. When a request leaves, the last row in use moves to the gap. Every
-step replays a graph.
+This example requires transformers: pip install 'dispatchkit[transformers]'. The model is small and
+has random weights. Each row of the trace is one step with a number of requests. If fewer requests
+are live, prompts are admitted; if more are live, the oldest leave. A request also leaves when it
+has filled its row of the static cache. When a request leaves, the last row in use moves to the gap.
+Every step replays a graph.
 """
 
 from __future__ import annotations

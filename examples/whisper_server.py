@@ -2,8 +2,9 @@
 
     python examples/whisper_server.py [--steps N] [--slots N] [--check N] [--trace FILE]
 
-Requires transformers: pip install 'dispatchkit[transformers]'. The model has random weights and, on
-a GPU, the size of whisper-base. A clip arrives at each step of the trace that begins a request.
+This example requires transformers: pip install 'dispatchkit[transformers]'. The model has random
+weights and, on a GPU, the size of whisper-base. At each step of the trace in which a request
+begins, a clip arrives.
 
 Every clip is padded to the same length, as usual with Whisper, so encoder batches differ only in
 their number of clips, and ``graphed`` captures a graph for each size. Clips are admitted to a
@@ -36,7 +37,7 @@ DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
 ENCODER_SIZES = (1, 2, 4, 8)
 # The forced tokens: start, language, task, no timestamps. END ends a text.
 FORCED, END = ([50258, 50259, 50359, 50363], 50257) if IS_GPU else ([1, 5, 6, 7], 2)
-SHORTEST, LONGEST = (20, 120) if IS_GPU else (4, 16)  # bounds of a text's token limit
+SHORTEST, LONGEST = (20, 120) if IS_GPU else (4, 16)  # bounds of ``Clip.limit``
 
 
 @attrs.define(eq=False)
@@ -127,7 +128,7 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, default=TRACE)
     args = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently per batch size
+    torch.backends.cudnn.allow_tf32 = False  # TF32 results depend on the batch size
     model = make_model()
     encoder = graphed(model.get_encoder(), sizes=ENCODER_SIZES)
     decoder = GraphDecoder(

@@ -81,7 +81,7 @@ def main() -> None:
         options=RunnerOptions(device=device),
     )
     facts = {"model": "two layers", "weights": 0}
-    # If a rank fails in this block, the others stop with an error that names this rank.
+    # If a rank fails in this block, the others stop with an error that names the failed rank.
     with RankAgreement(timeout=30.0, facts=facts) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, epoch_steps=10)
         lost = ranked.capture()
@@ -96,8 +96,8 @@ def main() -> None:
             x = torch.randn(num_tokens, WIDTH, device=device)
             result = ranked(x=x)
             if result.shape != x.shape:
-                shapes = f"{tuple(result.shape)} for an input of shape {tuple(x.shape)}"
-                raise RuntimeError(f"rank {rank}: result of shape {shapes}")
+                shapes = f"{tuple(result.shape)}, but the input has shape {tuple(x.shape)}"
+                raise RuntimeError(f"rank {rank}: the result has shape {shapes}")
         cost = ranks.stats()
     steps = runner.stats()
     modes = {name: count for name, count in steps.steps_by_mode.items() if count}

@@ -8,8 +8,8 @@ Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-ba
 Without a GPU for each rank, the example runs on the CPU with the tape backend.
 
 Every rank gets the same batches, as from one scheduler, and the policy does not learn. The ranks
-compare their configurations once, at the start. After that, they exchange data only in an
-occasional check, which detects a rank that has diverged.
+compare their configurations once, at the start. After that, apart from the model's all-reduce,
+they exchange data only in an occasional check, which detects a rank that has diverged.
 """
 
 from __future__ import annotations

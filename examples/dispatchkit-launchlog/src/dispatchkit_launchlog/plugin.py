@@ -11,6 +11,6 @@ from dispatchkit_launchlog.backend import LaunchLogBackend
 
 @hookimpl
 def dispatchkit_register_backends() -> Sequence[BackendSpec]:
-    """Return the backend."""
+    """Return the backend ``launchlog``."""
     summary = "Logs and delays the launches of another backend"
     return [BackendSpec("launchlog", LaunchLogBackend, summary=summary)]

@@ -16,7 +16,7 @@ from dispatchkit import (
 
 
 class SmallestPolicy:
-    """A policy that chooses the smallest graph. Replace ``decide`` with your own rule."""
+    """A policy that chooses the smallest graph that fits. Replace ``decide`` with your rule."""
 
     name = "smallest"
     # The test kit checks these properties. Remove any property that your rule does not have.
