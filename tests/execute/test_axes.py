@@ -90,7 +90,8 @@ def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):
     runner = make_runner(encode, INPUTS, axes=[LENGTHS])
     runner.capture()
     call = call_of(2, 17)
-    with pytest.warns(EagerStepWarning, match="outside_axis"):
+    problem = r"outside_axis.*Axis 'length' is 17, .* buckets are [\d, ]*16\. Add .* at least 17\."
+    with pytest.warns(EagerStepWarning, match=problem):
         got = runner(**call, length=17)
     same(got, encode(**call))
     assert runner.stats().eager_by_reason == {"outside_axis": 1}
@@ -99,8 +100,25 @@ def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):
     assert "outside all buckets" in found.because
     strict = make_runner(encode, INPUTS, axes=[LENGTHS], options=RunnerOptions(strict=True))
     strict.capture()
-    with pytest.raises(NoGraphError, match="outside_axis"):
+    with pytest.raises(NoGraphError, match=problem):
         strict(**call, length=17)
+
+
+def test_an_exact_axis_asks_for_the_bucket_of_the_value(make_runner):
+    runner = make_runner(
+        lambda x, kind, width: x * kind,
+        {"x": StaticInput((None,), "float32")},
+        axes=[Axis("kind", (2, 5), exact=True), Axis("width", (8,))],
+    )
+    runner.capture()
+    with pytest.warns(EagerStepWarning) as found:
+        runner(torch.ones(2), kind=3, width=4)
+    (one,) = found
+    assert (
+        "Axis 'kind' is 3, but its buckets are 2, 5. The axis is exact, so add the bucket 3."
+        in (str(one.message))
+    )
+    assert "width" not in str(one.message)
 
 
 def test_host_value_that_steers_the_step_is_a_bound_or_a_value(make_runner, quiet):

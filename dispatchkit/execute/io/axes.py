@@ -115,6 +115,21 @@ class AxisInputs:
             for axis, index in zip(self._axes, found, strict=True)
         )
 
+    def describe_outside(self, call: AxisCall) -> str:
+        """Return the axis values of a call that no bucket can serve, and how to serve them."""
+        found = [
+            f"Axis {axis.name!r} is {value}, but its buckets are "
+            f"{', '.join(map(str, axis.buckets))}. "
+            + (
+                f"The axis is exact, so add the bucket {value}."
+                if axis.exact
+                else f"Add a bucket of at least {value}."
+            )
+            for axis, value in zip(self._axes, call.values, strict=True)
+            if not axis.index(value)
+        ]
+        return " ".join(found)
+
     def same_exact_values(self, values: Sequence[int], others: Sequence[int]) -> bool:
         """Return whether two sequences of axis values agree on all exact axes."""
         each = zip(self._axes, values, others, strict=True)

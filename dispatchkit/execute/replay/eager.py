@@ -14,7 +14,7 @@ from dispatchkit.execute.capture.eager_call import DifferentResultError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.report import GRADIENTS_ERROR, is_gradient_error
 from dispatchkit.execute.capture.warmup import Warmups
-from dispatchkit.execute.io.axes import AxisInputs
+from dispatchkit.execute.io.axes import AxisCall, AxisInputs
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.replay.check import Checker, CheckWarning
@@ -144,7 +144,7 @@ class EagerRunner:
         """
         self.refuse_if_exact(reason)
         if reason in DOWNGRADES:
-            self.warn(reason, num_tokens, missed)
+            self.warn(reason, num_tokens, missed, tensors)
         result = self.run(tensors, num_tokens)
         count = self._counters.of_eager(str(reason), missed)
         count.steps += 1
@@ -168,7 +168,13 @@ class EagerRunner:
             )
         return self.run_for(Reason.INSIDE_CAPTURE, tensors, num_tokens, None)
 
-    def warn(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
+    def warn(
+        self,
+        reason: str,
+        num_tokens: int,
+        missed: GraphKey | None,
+        tensors: Sequence[Any] | None,
+    ) -> None:
         """Warn about a downgrade, once per reason; raise in a strict runner.
 
         Raises:
@@ -179,7 +185,7 @@ class EagerRunner:
         near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
         what = counted(num_tokens, "token") + (f" (key {missed})" if missed else "")
-        then = self._next_step(reason, missed)
+        then = self._next_step(reason, missed, tensors)
         # An error message may lack the final period.
         then = then if then.endswith((".", "!", "?")) else f"{then}."
         have = f"Nearest captured keys: {', '.join(nearest) or 'none'}. {then}"
@@ -205,8 +211,12 @@ class EagerRunner:
             return False
         return self._lifecycle.is_under_way(missed)
 
-    def _next_step(self, reason: str, missed: GraphKey | None) -> str:
+    def _next_step(
+        self, reason: str, missed: GraphKey | None, tensors: Sequence[Any] | None
+    ) -> str:
         """Return the next step to suggest; for a refused or failed capture, return its error."""
+        if reason == Reason.OUTSIDE_AXIS and isinstance(tensors, AxisCall) and self._axes:
+            return self._axes.describe_outside(tensors)
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
         if (what == reason and reason in REFUSED_CAPTURES) or (

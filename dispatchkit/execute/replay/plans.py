@@ -96,7 +96,7 @@ class EagerPlan:
                     return AGAIN
             if self._missed is not None:
                 self._lifecycle.note_missed(self._missed)
-            eager.warn(self._reason, num_tokens, self._missed)
+            eager.warn(self._reason, num_tokens, self._missed, tensors)
         if timer is None or not timer.is_due(self._lane.tick):
             result = eager.run(tensors, num_tokens)
         else:

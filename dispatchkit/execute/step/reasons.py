@@ -82,7 +82,7 @@ NEXT_STEPS: Mapping[str, str] = {
         "progress. Wait, or lower CaptureOptions(capture_after=...)."
     ),
     Reason.TOO_MANY_REQS: "Increase max_num_seqs to at least the number of requests in the batch.",
-    Reason.OUTSIDE_AXIS: "Add a bucket for the batch's value to the axis.",
+    Reason.OUTSIDE_AXIS: "Add a bucket for the value of the axis in this batch.",
     Reason.PIECEWISE_UNSUPPORTED: (
         "The step is not split into pieces, so PIECEWISE cannot run. Create the runner with "
         "mode='FULL' if one graph can serve any batch of its size, or pass a list of pieces as the "
