@@ -13,7 +13,7 @@
   with those of running alone.
 - ``sleep``: the memory released by ``memory.sleep()``; the times of sleep, wake, the first replays
   and new captures; and whether the first replays return bit for bit the same results as before.
-- ``concurrent``: the step times of one thread while another thread captures 51 graphs. There are
+- ``concurrent``: the step times of one thread while another thread captures 50 graphs. There are
   four ways: ``background``, with steps between the parts of a capture; ``between operators``, in
   the background with steps also between operators; ``lock``, by ``capture()`` under the lock; and
   ``none``, without captures. Each way runs with much free memory, and with little more than the
