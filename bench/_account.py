@@ -150,7 +150,7 @@ class Parts:
             "+ look up the table's row": looked_up,
             "+ check autocast, modules, values and stream": guarded,
             "+ reset stale rows beyond the batch": cleaned,
-            "+ count, and compare values in every 16th step": counted,
+            "+ update the counters, and compare values in every 16th step": counted,
             "the same operations, performed by the plan": planned,
             "the same operations, performed by dispatcher and plan": dispatched,
             "run_in_place": self.runner.run_in_place,
@@ -208,7 +208,8 @@ class Parts:
             "+ compare the addresses of the inputs": addressed,
             "+ check the inputs": checked,
             "+ get the stream, acquire the lock, look up the table's row": locked,
-            "+ check guards and count; from here on, the plan performs all operations": planned,
+            "+ check the guards and update the counters; from here on, the plan performs all "
+            "operations": planned,
             "the same operations, performed by dispatcher and plan": dispatched,
             "+ bind the inputs by name": lambda _: bound(**given),
             "the complete call": lambda _: runner(**given),
