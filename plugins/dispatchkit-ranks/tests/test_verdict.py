@@ -17,6 +17,13 @@ def test_one_and_several_missing_ranks_are_named():
     several = verdict({0: waited[0]}, MEMBERS, 0, "step 4").text
     assert several.startswith("Ranks 1, 2 did not reach step 4")
     assert "whether their processes are still running; if they are only late" in several
+    broken = {number: Note(WAITED, 3, "reset by peer", 0.02) for number in (0, 1)}
+    dead = verdict(broken, MEMBERS, 0, "step 4")
+    assert (dead.ranks, dead.reason) == ((2,), "late")
+    assert dead.text == (
+        "Rank 2 did not reach step 4, and a connection broke. Last agreed step: 3. Check whether "
+        "its process is still running, and read the logs of all ranks."
+    )
     alone = store_verdict(0, waited[1], "step 4").text
     assert alone.startswith("Step 4 failed, and rank 0, which hosts the torch.distributed store,")
 

@@ -75,17 +75,18 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
             f"{report[0].upper()}{report[1:]}, while rank {me} reached {where}. All ranks must run "
             "the same number of steps; an idle rank joins each step with 0 tokens.",
         )
+    is_timeout = any(note.timed_out for note in notes.values())
     waited = max((note.seconds for note in notes.values()), default=0.0)
     missing = [number for number in members if number not in notes]
     if missing:
         # All ranks have agreed on the earlier steps; otherwise, no rank would be waiting here.
-        return Verdict(
-            tuple(missing),
-            "late",
-            f"{rank_subject(missing)} did not reach {where} within {waited:.3g} s. Last agreed "
-            f"step: {step}. {_if_late(len(missing))}",
+        lost = (
+            f"{rank_subject(missing)} did not reach {where}"
+            + (f" within {waited:.3g} s" if is_timeout else ", and a connection broke")
+            + f". Last agreed step: {step}."
         )
-    if any(note.timed_out for note in notes.values()):
+        return Verdict(tuple(missing), "late", f"{lost} {_if_late(len(missing), is_timeout)}")
+    if is_timeout:
         last = min(members, key=lambda number: notes[number].seconds)
         this = " (this process)" if last == me else ""
         return Verdict(
@@ -116,19 +117,19 @@ def store_verdict(host: int | None, own: Note, where: str) -> Verdict:
         (host,),
         "late",
         f"{where[0].upper()}{where[1:]} failed, and rank {host}, which hosts the torch.distributed "
-        f"store, does not answer. Last agreed step: {own.step}. {_if_late(1)}",
+        f"store, does not answer. Last agreed step: {own.step}. {_if_late(1, own.timed_out)}",
     )
 
 
-def _if_late(number: int) -> str:
+def _if_late(number: int, is_timeout: bool) -> str:
     """Return advice for one or more ranks that did not arrive."""
     process, they = (
         ("its process is", "it is") if number == 1 else ("their processes are", "they are")
     )
-    return (
-        f"Check whether {process} still running; if {they} only late, increase timeout or "
-        "setup_timeout."
-    )
+    check = f"Check whether {process} still running"
+    if not is_timeout:  # a longer timeout would not help
+        return f"{check}, and read the logs of all ranks."
+    return f"{check}; if {they} only late, increase timeout or setup_timeout."
 
 
 def rank_subject(numbers: Sequence[int]) -> str:
