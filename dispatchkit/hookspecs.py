@@ -15,14 +15,14 @@ A plugin is a module or an instance with functions marked ``@hookimpl``. An entr
     def dispatchkit_register_policies():
         return [PolicySpec("smallest", SmallestPolicy, summary="Smallest captured bucket")]
 
-No hook runs in a step, which only reads a table. Events such as a capture, a swap or a policy error
-are sent to observers, which are registered with ``dispatchkit_register_observers``.
+No hook runs in a step. Events such as a capture, a swap or a policy error are sent to observers,
+which are registered with ``dispatchkit_register_observers``.
 
 A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
-list or tuple of records, which may be empty. Every dispatcher loads all plugins, and the process
-may be forked later. The hook must therefore not use a device, open files or ports, print, or import
-modules that only a factory needs. If the hook raises or returns anything else, the whole plugin is
-skipped.
+list or tuple of records, which may be empty. To look up a name, a runner loads all installed
+plugins by default, and the process may be forked later. The hook must therefore not use a device,
+open files or ports, print, or import modules that only a factory needs. If the hook raises or
+returns anything else, the whole plugin is skipped.
 
 If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
 ``sys.path``. Built-in names come first, unless ``load_plugins`` lists them in ``replace``. Plugins

@@ -365,8 +365,8 @@ def load_plugins(
         block: Plugins to skip, in addition to the plugins in DISPATCHKIT_DISABLE.
         extra: Additional plugins as tuples (name, object); ``allow`` does not apply to them.
         replace: Built-in names that plugins may replace.
-        strict: Whether to raise for broken or missing plugins instead of skipping them with a
-            logged warning.
+        strict: Whether to raise an error for broken or missing plugins, after logging them; if
+            False, they are logged and skipped.
         environ: Environment variables; by default ``os.environ``.
 
     Raises:
