@@ -1,12 +1,13 @@
 """Optional backend protocols, and ``features_of`` to find those that a backend offers.
 
 A backend implements the protocols that its device supports. It offers a protocol by defining the
-protocol's methods. If a protocol adds arguments to a required method, the backend offers it by
-setting a field of ``BackendCapabilities``.
+protocol's methods. If a protocol adds arguments to a required method, the backend must also set a
+field of ``BackendCapabilities`` to offer the protocol.
 
-Without a protocol, the runner uses an alternative: a warmup instead of a rehearsal, ``replay``
-instead of a direct launch, or copies by torch instead of a copy node. ``BackendTests`` tests all
-offered protocols.
+If a protocol is not offered, the runner uses an alternative where possible: a warmup instead of a
+rehearsal, ``replay`` instead of a direct launch, or copies by torch instead of a copy node. Memory
+that can sleep and lanes with priorities have no alternative, and are refused. ``BackendTests``
+tests all offered protocols.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class DirectLaunchBackend(Protocol):
 class UploadingBackend(Protocol):
     """A backend that can prepare a graph on the device before its first launch.
 
-    Without this protocol, the first launch takes longer than later launches.
+    Without this protocol, the first launch of a graph takes longer than its later launches.
     """
 
     def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
@@ -147,7 +148,7 @@ class UnwatchedCaptureBackend(Protocol):
 
     A backend offers this protocol by setting ``capabilities.unwatched_captures``. Watching takes
     microseconds per operation. If captures of different sizes run the same operations, the runner
-    watches only one of them.
+    watches only one of these captures.
     """
 
     def new_notes(self) -> WarmupNotes | None:
@@ -174,7 +175,7 @@ class UnwatchedCaptureBackend(Protocol):
             pool: The pool for the graph's memory.
             generators: Random generators, except the default generator.
             watched: Whether to watch each operation. False if an earlier capture watched the same
-                operations; the caller then adds that graph's ``holds`` to this graph's ``holds``.
+                operations; the caller then adds the earlier graph's ``holds`` to the new graph's.
             notes: Notes from a warmup of the same operations, used instead of watching the capture.
                 ``is_plain`` of the notes must be True. Memory used only by the warmup is not kept
                 alive.
@@ -190,7 +191,7 @@ class UnwatchedCaptureBackend(Protocol):
 
 
 class SegmentGraph(CapturedGraph, Protocol):
-    """The graph of one segment, without outputs."""
+    """The graph of one segment; ``outputs`` is None."""
 
     @property
     def num_operations(self) -> int:
@@ -221,7 +222,7 @@ class SegmentedCapture(Protocol):
         ...
 
     def keeps(self, tensor: Any) -> bool:
-        """Return whether a tensor's memory was allocated in a segment of this capture.
+        """Return whether a tensor's memory was allocated from the pool in this capture's segments.
 
         Call this method between segments. The pool keeps this memory as long as a graph of the
         capture exists, even if the tensor is freed. Later captures into the pool may reuse the
@@ -273,7 +274,7 @@ class DeviceMemory(NamedTuple):
     """Memory in use on a device.
 
     Attributes:
-        used_bytes: Memory in use on the device, including other processes and the driver.
+        used_bytes: Memory in use on the device, including by other processes and the driver.
         reserved_bytes: Memory reserved by this process's allocator.
         held_bytes: The part of ``reserved_bytes`` that is in use even while no graph runs.
     """
@@ -377,8 +378,9 @@ class CopyNode(Protocol):
 
         The function accepts one contiguous tensor per region, except for the last ``len(offsets)``
         regions, whose rows are in ``data`` at these offsets. The graph reads the tensors when it
-        runs, but ``data`` may be overwritten after the call. A tensor that is already at its target
-        address is not copied. The function returns an error code, or 0 for success.
+        runs, but ``data`` may be overwritten as soon as the function has returned. A tensor that is
+        already at its target address is not copied. The function returns an error code, or 0 for
+        success.
         """
         ...
 

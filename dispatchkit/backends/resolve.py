@@ -31,7 +31,7 @@ def resolve_backend(
         device: The device, if the name does not specify it: an index, ``"cuda:1"`` or a
             torch.device; None for the current device.
         registered: Factories of plugin backends by name, which accept ``device=``. A factory with a
-            built-in name replaces the built-in backend, also if ``"auto"`` or a device selects this
+            built-in name replaces the built-in backend, even if ``"auto"`` or a device selects the
             name.
 
     Raises:

@@ -25,14 +25,14 @@ _T = TypeVar("_T")
 
 
 class CudaSegments:
-    """The segments of one capture, on the current stream.
+    """The segments of one capture.
 
     Args:
         stream: The stream of the capture.
         new_attempt: Function that creates the capture attempt of a segment.
         make_graph: Function that returns the graph of a successful attempt.
         watch: Watch of the captured operations; None if they are not watched.
-        memory: Function that returns the memory segments of the pool.
+        memory: Function that returns the memory segments of the graphs' pool.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class CudaSegments:
             handled: The exception that the caller was handling, or None.
 
         Raises:
-            CaptureError: The callable raised, or returned with an open segment.
+            CaptureError: The capture failed, or the callable returned with an open segment. All
+                graphs of the callable are released.
         """
         failure: BaseException | None = None
         try:
@@ -82,7 +83,7 @@ class CudaSegments:
             attempt, self._attempt = self._attempt, None
             if attempt is not None:
                 failure = attempt.end(failure)
-        except BaseException as interrupt:  # raised by a signal handler during a begin or end
+        except BaseException as interrupt:  # raised by a signal handler
             if self._attempt is not None:
                 self._attempt.close(interrupt)
             self._release()

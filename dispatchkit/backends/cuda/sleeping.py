@@ -2,8 +2,8 @@
 
 Graphs contain fixed addresses. The driver can map physical memory to reserved addresses
 (``cuMemAddressReserve``, ``cuMemCreate``, ``cuMemMap``) and unmap it, which discards the contents.
-Other code cannot unmap torch's segments, so a sleeping pool has its own allocator, written in C
-(``sleep.c``) and compiled on first use.
+Only torch can unmap the segments of its own allocator, so a pool that can sleep has a separate
+allocator, written in C (``sleep.c``) and compiled on first use.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class UnavailableError(Exception):
 
 
 def build(target: Path) -> None:
-    """Compile the allocator to a shared library, with the compiler named by ``CC``, or ``cc``.
+    """Compile the allocator to a shared library with the C compiler (``CC``, default ``cc``).
 
     Raises:
         UnavailableError: The compiler cannot be run, or fails.
@@ -121,20 +121,20 @@ class SleepingPool(CudaPool):
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
-        # torch pools in use, and the numbers of their graphs, by handle.
+        # torch pools in use, and how many graphs each has; both by handle.
         self._pools: dict[Any, torch.cuda.MemPool] = {}
         self._uses_of: Counter[Any] = Counter()
         self._asleep: list[int] = []
         super().__init__()
 
     def take(self) -> Any:
-        """Return torch's handle for a new graph, and increment the count of graphs."""
+        """Return the handle of the torch pool for a new graph, and count the graph."""
         handle = super().take()
         self._uses_of[handle] += 1
         return handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; after the last graph, torch frees its pool."""
+        """Decrement a torch pool's count of graphs; after its last graph, drop the torch pool."""
         self._uses_of[handle] -= 1
         super().give_back(handle)
         if not self._uses_of[handle] and handle != self._handle:
@@ -185,7 +185,7 @@ class SleepingPool(CudaPool):
 
 
 class Allocator:
-    """The allocator of sleeping pools, whose segments can be unmapped and mapped again.
+    """An allocator whose segments can be unmapped and mapped again.
 
     Args:
         path: Path of the compiled library.

@@ -34,7 +34,7 @@ def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stre
         except KeyError:  # another thread took the last stream
             break
     for _ in range(2 * MAX_STREAMS):  # twice, because other code also requests streams
-        # In CUDA, smaller numbers have a higher priority.
+        # In CUDA, smaller numbers mean higher priorities.
         yield torch.cuda.Stream(device=device_index, priority=-priority)
 
 

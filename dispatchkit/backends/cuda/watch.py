@@ -61,11 +61,13 @@ class _ArgumentStorages(WeakStorages):
 
 
 class WarmupNotes:
-    """Notes from a warmup, which can replace the watch of a capture of the same operations.
+    """Notes about the operations of a warmup.
+
+    A capture of the same operations can use the notes instead of a watch.
 
     Attributes:
-        is_plain: Whether the notes can replace a watch: no recorded operation makes the host read
-            device data, copies between host and device, or is composite.
+        is_plain: Whether the notes can be used. They cannot if an operation makes the host read
+            device data, copies data between host and device, is composite, or is higher-order.
     """
 
     def __init__(self) -> None:
@@ -210,7 +212,12 @@ def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> se
 
 @PerOperation
 def _properties_of(func: Any) -> tuple[bool, bool, bool]:
-    """Return whether an operation may wait, whether it is a copy, and whether it is composite."""
+    """Return three properties of an operation.
+
+    Returns:
+        Whether it may wait for the device, whether it is a copy, and whether it is composite or
+        higher-order.
+    """
     if not isinstance(func, torch._ops.OpOverload):
         return False, False, True
     name = func._schema.name

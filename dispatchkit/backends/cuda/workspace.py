@@ -64,7 +64,7 @@ def workspace_bytes(stream: torch.cuda.Stream) -> int:
 
 
 def _may_multiply() -> bool:
-    """Return whether torch allows matrix products, eager and in captures."""
+    """Return whether torch's determinism settings allow matrix products."""
     if not torch.are_deterministic_algorithms_enabled():
         return True
     # at::Context::alertCuBLASConfigNotDeterministic

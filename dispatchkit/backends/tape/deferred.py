@@ -12,10 +12,9 @@ These operations are not deferred:
 - operations without tensor arguments (zeros, arange), whose results no other stream can use yet;
 - operations that draw random numbers, because generators advance in host order (the queued work of
   the stream runs first);
-- operations whose result shape depends on data, or that have no meta kernel (the host waits for the
-  stream, as on a device);
-- higher-order operators, and operations that write some of their arguments but may also resize them
-  or return new tensors (the host waits for the stream).
+- operations whose result shape depends on data (the host waits for the stream, as on a device);
+- operations without a meta kernel, higher-order operators, and operations that write some of their
+  arguments but may also resize them or return new tensors (the host waits for the stream).
 
 Host reads (``item``, ``tolist``, ``numpy``, printing) wait only for the current stream, as on a
 device.
@@ -106,7 +105,8 @@ class _DeferredOperations(DispatchMode):
     def _defer_write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Queue an operation that writes its arguments.
 
-        An operation that may resize its arguments, or returns other tensors, runs immediately.
+        If the operation may resize its arguments, or may return tensors other than its arguments,
+        the host waits for the stream, and the operation runs immediately.
         """
         schema = func._schema
         returns_only_arguments = all(

@@ -111,7 +111,7 @@ class TapeGraph:
 
 
 def poison_kept(recorder: Recorder, kept: set[int]) -> None:
-    """Fill storages that outlive the capture with poison, to expose early reads."""
+    """Poison storages that outlive the capture, to expose reads before the first replay."""
     for step in recorder.steps:
         for ref in step.refs():
             if ref.storage in kept:

@@ -39,7 +39,7 @@ def is_written_in_python(func: Any) -> bool:
 
 
 def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a composite operation so that the mode receives the operations that it calls.
+    """Run a composite operation so that its component operations reach the mode.
 
     Custom operators written in Python are treated as composite, because otherwise each replay would
     run their Python code.
@@ -92,7 +92,7 @@ def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def writing_call(
     func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]
 ) -> tuple[Any, list[str], tuple[str, ...]]:
-    """Find a variant of an operation that writes its results to out arguments.
+    """Find an operation's out variant, which writes the results to out arguments.
 
     Candidates are tried with the existing results as out arguments, which recomputes the results.
 
@@ -117,7 +117,7 @@ def writing_call(
             with _Guard(LAUNCH_KEYS):
                 candidate(*args, **keyword_arguments)
         except (RuntimeError, TypeError, NotImplementedError):
-            continue  # unsupported arguments; try the next overload
+            continue  # unsupported arguments; try the next candidate
         return candidate, kept, names
     return func, list(kwargs), ()
 
@@ -126,7 +126,7 @@ _out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the overload that adds out arguments, with their names, or ``(None, ())``."""
+    """Return an operation's out variant and the names of its out arguments, or (None, ())."""
     found = _out_overloads.get(func)
     if found is None:
         found = _out_overloads[func] = _find_out_overload(func)

@@ -18,8 +18,8 @@ def poison_value(dtype: torch.dtype) -> float | int | bool:
 def poison(tensor: torch.Tensor) -> None:
     """Fill a tensor with the poison of its dtype."""
     if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
-        # Some of these dtypes do not support fill_. NaN is byte 128 in those named fnuz, and byte
-        # 255 in the others.
+        # Some float8 dtypes do not support fill_. NaN is byte 128 in the fnuz dtypes, and byte 255
+        # in the other float8 dtypes.
         tensor.view(torch.uint8).fill_(128 if str(tensor.dtype).endswith("fnuz") else 255)
     else:
         tensor.fill_(poison_value(tensor.dtype))

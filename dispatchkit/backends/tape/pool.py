@@ -21,9 +21,10 @@ class TapePool:
     """Memory shared by graphs that never run concurrently.
 
     The intermediates of all graphs share the same segments, so a replay overwrites the
-    intermediates of the other graphs. On a device, graphs captured later may place their outputs,
-    and tensors that user code stores, in the memory of these intermediates. A replay therefore also
-    overwrites the outputs and stored tensors of later graphs, but not of earlier graphs.
+    intermediates of the other graphs. On a device, a graph's outputs, and tensors that user code
+    stores during its capture, may be in memory that earlier graphs use for intermediates. A replay
+    therefore also overwrites the outputs and stored tensors of graphs captured after the replayed
+    graph, but not those of graphs captured before it.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class TapePool:
         return TensorFactory(places)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Add tensors created outside captures to the pool."""
+        """Add to the pool tensors that were created outside captures."""
         with self._lock:
             self._adopted = [one for one in self._adopted if not one.expired()]
             self._adopted += [StorageWeakRef(one.untyped_storage()) for one in tensors]

@@ -112,7 +112,7 @@ class Recorder(OperationMode):
             self._fork(generator)
 
     def restore(self) -> None:
-        """Restore the saved contents of all storages from outside the capture."""
+        """Restore the contents of all saved storages."""
         for identity, saved in self._saved.items():
             storage = self.storages[identity]
             if storage.nbytes() != saved.nbytes():
@@ -128,7 +128,9 @@ class Recorder(OperationMode):
         )
 
     def kept(self) -> set[int]:
-        """Return the storages that outlive the capture: outputs and tensors that user code stores.
+        """Return the identities of the storages that outlive the capture.
+
+        They belong to outputs and to tensors that user code stores.
 
         Call this method only after the callable has returned. The recorder holds one reference to
         each storage, so any further reference belongs to other code.
@@ -247,7 +249,7 @@ class Recorder(OperationMode):
         )
 
     def _save(self, tensor: torch.Tensor) -> None:
-        """Save a storage from outside the capture before its first write."""
+        """Save a tensor's storage before its first write, unless the capture created it."""
         _check_dense(tensor)
         identity = storage_id(tensor)
         if identity not in self.own and identity not in self._saved:
