@@ -181,7 +181,7 @@ class GraphBackend(Protocol):
     # -- graphs -------------------------------------------------------------------------
 
     def warmup(self, run: Callable[[], Any], *, stream: Stream, iterations: int = 1) -> Any:
-        """Run the callable eagerly on a stream, ordered after the caller's stream.
+        """Run the callable eagerly on a stream, after all work queued on the caller's stream.
 
         Returns:
             The result of the last run. The caller's stream waits for the warmup.

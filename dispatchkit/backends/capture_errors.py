@@ -11,8 +11,8 @@ import torch
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
-# Messages of CUDA errors 900, 901 and 907, which invalidate the capture. The last message is from
-# torch, and does not invalidate the capture.
+# Messages of CUDA errors 900, 901 and 907, which invalidate the capture, and of a torch error that
+# does not.
 _NOT_CAPTURABLE = (
     "when stream is capturing",
     "previous error during capture",
@@ -25,9 +25,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables of the frames in an error's traceback.
 
-    A runner stores the error of a failed capture, which would otherwise keep all tensors in these
-    variables alive. The traceback still shows where the error occurred. Its frames still reference
-    their functions and closures; see ``clear_traceback``.
+    A runner stores the error of a failed capture. Without this call, the stored error would keep
+    all tensors in these variables alive. The traceback still shows where the error occurred. Its
+    frames still reference their functions and closures; see ``clear_traceback``.
 
     Args:
         error: Error that the capture raised.
@@ -90,8 +90,8 @@ def origin_of(error: BaseException) -> str:
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield the module and location of each frame of an error, innermost first.
 
-    Frames of the step and of the backends are included. Outer frames, from which dispatchkit calls
-    them, are omitted.
+    Only frames of the step and of the backends are included, not outer frames (the runner and its
+    callers).
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)
@@ -111,7 +111,7 @@ def _calls_steps(frame: FrameType) -> bool:
 
 
 def capture_error(error: BaseException) -> CaptureError:
-    """Return the CaptureError for an exception raised by the callable."""
+    """Return the CaptureError for an exception raised in a capture."""
     if isinstance(error, CaptureError):
         return CaptureError(str(error), key=error.key, reason=error.reason)
     origin = origin_of(error)

@@ -104,7 +104,7 @@ class _CollectorHold:
             self._holders.discard(holder)
 
     def forget(self) -> None:
-        """Restore the setting in a forked process, where the holders do not exist."""
+        """Restore the setting in a forked process, which has none of the capturing threads."""
         self._guard = threading.Lock()
         if self._holders and self._was_enabled:
             gc.enable()

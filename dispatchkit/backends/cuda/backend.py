@@ -174,7 +174,7 @@ class CudaBackend:
             "number of streams",
             len(self._streams) + 1,
             f"at most {MAX_STREAMS}",
-            "Use fewer lanes, or drop all references to runners and streams that are not used.",
+            "Use fewer lanes, or drop all references to unused runners and streams.",
             message=f"All {MAX_STREAMS} streams of {self.torch_device} with priority {priority} "
             "are in use.",
         )
@@ -263,7 +263,7 @@ class CudaBackend:
         return made
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Wait for the device, then release the memory of pools; return the number of bytes."""
+        """Wait for the device, then release the memory of pools; return the bytes released."""
         self.synchronize()
         free_idle_memory()
         return sum(pool.sleep(self._index) for pool in pools)
@@ -288,8 +288,8 @@ class CudaBackend:
     def device_memory(self) -> DeviceMemory:
         """Return the device memory in use, and the part held by torch's allocator."""
         free, total = torch.cuda.mem_get_info(self._index)
-        # torch.cuda.memory_reserved() is not used, because each call leaves a reference cycle with
-        # 120 numbers (torch 2.11 to 2.13).
+        # torch.cuda.memory_reserved() is not used, because each call leaves a reference cycle for
+        # the garbage collector (torch 2.11 to 2.13).
         stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         reserved, allocated = (
             int(stats[name]["all"]["current"]) for name in ("reserved_bytes", "allocated_bytes")
@@ -303,7 +303,7 @@ class CudaBackend:
     # -- graphs -------------------------------------------------------------------------
 
     def warmup(self, run: Callable[[], Any], *, stream: Any, iterations: int = 1) -> Any:
-        """Run the callable eagerly on a stream, ordered after the caller's stream.
+        """Run the callable eagerly on a stream, after all work queued on the caller's stream.
 
         Returns:
             The result of the last run. The caller's stream waits for the warmup.
@@ -360,9 +360,9 @@ class CudaBackend:
             stream: A stream from ``new_stream()``, on which the callable is captured.
             pool: The pool for the graph's memory.
             generators: CUDA random generators, except the default generator.
-            watched: Whether to watch each operation (see ``CaptureWatch``), which takes several
-                microseconds per operation. A watch is not required if an earlier capture watched
-                the same operations. Unwatched operations that cannot be captured fail with the
+            watched: Whether to watch each operation; see ``CaptureWatch``. Watching takes several
+                microseconds per operation. It is not required if an earlier capture watched the
+                same operations. Unwatched operations that cannot be captured fail with the
                 driver's error.
             notes: Notes that a warmup of the same operations recorded. If given, operations are not
                 watched.
@@ -598,7 +598,8 @@ class CudaBackend:
         """Return the number of bytes that a capture would add to the pool; see rehearsal.py.
 
         The callable runs once in a temporary copy of the pool, so the result includes the
-        allocator's rounding. The copy temporarily takes as much memory as the pool and a warmup.
+        allocator's rounding. The copy temporarily takes as much memory as the pool and a warmup
+        together.
         """
         refuse_in_capture("backend.rehearse()")
         self._check_generators(generators)

@@ -1,4 +1,4 @@
-"""CopyNode on CUDA: a kernel at the beginning of a graph that copies small inputs.
+"""CopyNode on CUDA: a kernel that copies small inputs at the beginning of a graph.
 
 Copying an input with torch before each launch takes more host time than the launch itself. Setting
 the parameters of a kernel node takes one call, which copies them by value.
@@ -8,7 +8,7 @@ of the call grows with the kernel's capacity for host data, even if the capacity
 Therefore, there is one kernel for each of the ``CAPACITIES``. A kernel that the driver cannot load
 is not used.
 
-``copy.cu`` is the source of the kernel. The driver compiles ``copy.ptx`` for its device, and caches
+``copy.cu`` is the source of the kernel. The driver compiles ``copy.ptx`` for the device, and caches
 the result for later processes; NVRTC would compile in every process (``bench/floors.py``, group
 "kernel"). ``blockIdx.y`` is the index of the input. Each input is copied in the widest words that
 its addresses and length allow.
@@ -41,11 +41,12 @@ from dispatchkit.backends.optional import CopyRegion
 CAPACITIES = (16, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
 #: Maximum number of inputs of a node.
 MAX_REGIONS = 16
-#: Bytes of kernel parameters that every driver supports. Larger ones need PTX ISA 8.1 (CUDA 12.1).
+#: Every driver supports kernel parameters of up to this size in bytes. Larger parameters need PTX
+#: ISA 8.1 (CUDA 12.1).
 _PLAIN_PARAMETERS = 4096
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
 _KERNEL_NODE = 0
-# Options of the PTX compiler for a log buffer and for its size, and the size in bytes.
+# CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES, and the size of the buffer.
 _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 
 
@@ -179,7 +180,8 @@ class CopyNode:
 
         The function accepts contiguous tensors and returns the CUDA error code. The tensors are
         read in stream order when the graph runs. ``data`` is read before the function returns.
-        Without ``offsets``, consecutive calls for tensors at the same addresses call CUDA once.
+        Without ``offsets``, repeated calls with tensors at the same addresses call CUDA only the
+        first time.
 
         Args:
             regions: Regions of the tensors, followed by the regions of host inputs.
@@ -260,7 +262,7 @@ def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel 
     """
     try:
         with torch.cuda.device(device_index):
-            torch.cuda.current_stream().synchronize()  # creates a context for this thread
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
             kernel = _loaded(driver_library(), device_index, capacity)
             stream = torch.cuda.current_stream().cuda_stream
             # The driver's setup for the first launch must not happen inside a capture.

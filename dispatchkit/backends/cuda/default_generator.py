@@ -8,8 +8,8 @@ unexpectedly" (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_begin``; CUDAGenerato
 draws from it (pytorch/pytorch#176753).
 
 For captures that draw no random numbers, this module therefore replaces the state with a second
-state that has the same seed and offset. torch then registers the second state. When torch registers
-a state for its first graph, it allocates memory before it marks the state. A dispatch mode
+state that has the same seed and offset. torch then registers the second state. When a state is
+registered for the first time, torch allocates memory before marking the state. A dispatch mode
 intercepts this allocation and restores the first state, advanced to the offset of the second.
 Threads that draw in the meantime get the same numbers as without the replacement.
 """

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class DrawOrder:
-    """The order of captures and graphs that draw random numbers on one device.
+    """The order of captures and launches that draw random numbers on one device.
 
     Thread safety: all methods may be called from any thread. Launches and captures hold the same
     lock. A capture holds it until its end, because during a capture, torch 2.11 rejects replays of
@@ -118,5 +118,5 @@ _orders: dict[int, DrawOrder] = {}
 
 
 def draw_order(device_index: int) -> DrawOrder:
-    """Return the DrawOrder of a device, which all backends of the process share."""
+    """Return the DrawOrder that all backends of the process share for a device."""
     return _orders.setdefault(device_index, DrawOrder(device_index))

@@ -27,8 +27,8 @@ class CudaGraph:
     """One captured and instantiated CUDA graph.
 
     The graph keeps alive its outputs, the host tensors of its copies, and the device storages
-    (inputs, weights and state) that the watch recorded during the capture. All graphs of a pool
-    share its memory.
+    (inputs, weights and state) that were recorded in the capture or its warmup. All graphs of a
+    pool share its memory.
 
     Attributes:
         holds: Device storages to keep alive.
@@ -65,7 +65,7 @@ class CudaGraph:
 
     @property
     def outputs(self) -> Any:
-        """The callable's result during the capture; overwritten by every replay.
+        """The result of the captured callable; overwritten by every replay.
 
         Raises:
             ReplayError: The graph was released.
@@ -78,8 +78,8 @@ class CudaGraph:
     def has_random_state(self) -> bool:
         """Whether a replay draws from a random generator.
 
-        Before the first replay, the value is True if a captured operation may draw. The first
-        replay determines the value from the offsets of the generators.
+        Before the first replay, the value is True if a captured operation may draw. In that case,
+        the first replay determines the final value from the offsets of the generators.
         """
         return self._draws
 

@@ -21,8 +21,8 @@ class IdleMemory:
     to 2.13) frees this memory only together with its entire cache.
 
     Attributes:
-        is_there: Whether torch may keep memory of ended pools.
-        num_ended: Number of pools that ended since the cache was last emptied.
+        is_there: Whether a pool has ended since ``free`` last succeeded.
+        num_ended: Number of pools that ended since the pinned-memory cache was last emptied.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ class CudaPool:
         self._earlier: set[Any] = set()
 
     def take(self) -> Any:
-        """Return torch's handle for a new graph, and increment the count of graphs."""
+        """Return the handle of the torch pool for a new graph, and count the graph."""
         self._uses += 1
         return self._handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; after the last graph, torch frees its pool."""
+        """Decrement the count of graphs; if no graph is left, start a new torch pool."""
         if handle != self._handle:
             idle_memory.note_end()
             return

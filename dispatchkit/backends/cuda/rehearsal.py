@@ -16,7 +16,7 @@ import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-# Requests up to this size, in bytes, use small segments, which are twice as large.
+# Requests up to this size, in bytes, use small segments, which have twice this size.
 _SMALL = 1 << 20
 
 
@@ -71,7 +71,7 @@ def _is_free(block: Mapping[str, Any]) -> bool:
 
 
 def _copies_of(segments: Iterable[Segment], device_index: int) -> list[torch.Tensor]:
-    """Copy segments into the current pool, and return tensors for their used blocks.
+    """Recreate segments in the current pool, and return tensors that occupy their used blocks.
 
     Segments are filled one after the other, from front to back. Because all earlier segments are
     full, each request is served from the current segment.

@@ -12,10 +12,10 @@ own state as it would after a success (aten/src/ATen/cuda/CUDAGraph.cpp, ``captu
 
 In torch 2.13, only the number of users is wrong.
 
-Most calls that the driver would refuse are therefore refused earlier (watch.py). After other calls,
-``repair`` replaces the invalidated capture with an empty capture, which torch can end. If the
-replacement fails, the graph is kept until the process exits. The pool is then abandoned only if a
-capture into it fails, too.
+Most calls that the driver would refuse are therefore refused earlier (watch.py). If a call
+nevertheless invalidates the capture, ``repair`` replaces the invalidated capture with an empty one,
+which torch can end. If the replacement fails, the graph is kept until the process exits. The pool
+is then abandoned only if a capture into it fails, too.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None
     """Keep a graph until the process exits, because its capture could not begin or end."""
     _undestroyable.append(graph)
     # While torch considers a capture open, it does not free memory that two streams use. This call
-    # ends the allocations of the capture, but may raise.
+    # makes torch stop allocating from the pool, but may raise.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device_index, handle)
 
@@ -121,7 +121,7 @@ def restore_generators(device_index: int, generators: Iterable[Any], mode: str) 
     """Make generators usable again, through a successful capture into another pool."""
     if not _capture_small_graph(device_index, torch.cuda.graph_pool_handle(), generators, mode):
         _logger.critical(
-            "After an invalidated capture, this process cannot capture or draw random numbers on "
+            "After a failed capture, this process cannot capture or draw random numbers on "
             "cuda:%d. Restart the process.",
             device_index,
         )
@@ -130,7 +130,7 @@ def restore_generators(device_index: int, generators: Iterable[Any], mode: str) 
 def _capture_small_graph(
     device_index: int, handle: Any, generators: Iterable[Any], mode: str
 ) -> bool:
-    """Capture and discard a small kernel; return whether this succeeded."""
+    """Capture a small graph and discard it; return whether the capture succeeded."""
     spare = torch.zeros(1, device=f"cuda:{device_index}")
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in generators:
