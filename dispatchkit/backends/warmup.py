@@ -7,7 +7,9 @@ from typing import Any
 
 
 def run_warmup(backend: Any, run: Callable[[], Any], stream: Any, iterations: int) -> Any:
-    """Run a callable on a stream, ordered with the caller's stream.
+    """Run a callable repeatedly on a stream.
+
+    The runs start after all earlier work of the caller's stream, and its later work waits for them.
 
     Returns:
         The result of the last run.

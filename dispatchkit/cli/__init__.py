@@ -2,9 +2,9 @@
 
 A command is a function with typer's annotations. It prints its result with ``console``, ``table``
 and ``print_json``, and other messages with ``print_stderr``. For bad input it raises a
-``DispatchkitError``, which is printed as one message with exit code 2, as are ``OSError`` and
-``MemoryError``. If it completes but a check fails, it raises ``typer.Exit(1)``. Any other exception
-is a bug, and its traceback is printed.
+``DispatchkitError``. A ``DispatchkitError``, ``OSError`` or ``MemoryError`` is printed as one
+message, and the exit code is 2. If the command completes but a check fails, it raises
+``typer.Exit(1)``. Any other exception is a bug, and its traceback is printed.
 
 Importing this package does not import typer or rich: names are imported on first use.
 """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dispatchkit.demo.report import DemoReport
 
 MIB = 2**20
-MAX_SHOWN = 3  # maximum number of failed captures and differing steps to show
+MAX_SHOWN = 3  # maximum number of failed captures to show, and of differing steps
 
 
 def demo(
@@ -151,8 +151,8 @@ def _facts(report: DemoReport) -> Table:
         whole = traffic.num_tokens + traffic.cut_tokens
         cut = (
             f"{traffic.cut_tokens:,} of {whole:,} tokens, in "
-            f"{counted(traffic.cut_steps, 'step')} beyond the demo's limits (at most "
-            f"{counted(traffic.max_prompt, 'token')} per prompt)"
+            f"{counted(traffic.cut_steps, 'step')}, because of the demo's limits, such as "
+            f"{counted(traffic.max_prompt, 'token')} per prompt"
         )
         rows.append(("omitted", cut))
     if traffic.cut_requests:
@@ -160,8 +160,9 @@ def _facts(report: DemoReport) -> Table:
             (
                 "omitted",
                 (
-                    f"{counted(traffic.cut_requests, 'request')}, in steps beyond the demo's "
-                    f"limits (at most {counted(model['num_slots'], 'request')} per step)"
+                    f"{counted(traffic.cut_requests, 'request')} (counted once per step), because "
+                    "of the demo's limits, such as "
+                    f"{counted(model['num_slots'], 'request')} per step"
                 ),
             )
         )

@@ -350,7 +350,7 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
         yield Finding(
             Level.PROBLEM,
             about,
-            f"{device}: the results of {_CHAIN} replayed kernels differ from eager.",
+            f"{device}: the replayed and eager results of {_CHAIN} small kernels differ.",
             "do not use this backend on this machine, and report a bug with the output of "
             "`dispatchkit doctor --json`.",
         )

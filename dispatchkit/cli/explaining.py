@@ -62,7 +62,7 @@ def explain_batch(
             "--uniform",
             metavar="",
             help="Explain a uniform decode batch instead of a mixed batch. With several "
-            "--query-lens, --num-reqs selects the length.",
+            "--query-lens, the query length is N divided by --num-reqs.",
         ),
     ] = False,
     loras: Annotated[
@@ -195,7 +195,8 @@ def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> Dispat
     if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:
         return config
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # the explanation names missing graphs
+        # The explanation states whether a graph covers the batch, so no warning is needed.
+        warnings.simplefilter("ignore", CaptureSizeWarning)
         return settings.dispatch_config(
             max_loras=loras,
             max_num_tokens=num_tokens,
@@ -207,7 +208,8 @@ def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> Dispat
 def _query_class(config: DispatchConfig, num_tokens: int, num_reqs: int) -> int:
     """Return the ``uniform`` argument of ``dispatch`` for a uniform decode batch.
 
-    A single query length applies to every uniform batch, because engines may pad the requests.
+    If only one query length is configured, it is not compared with the batch, because engines may
+    pad batches.
 
     Raises:
         ConfigError: Several query lengths are configured, and none is the number of tokens per

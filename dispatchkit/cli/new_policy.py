@@ -32,7 +32,7 @@ _FILES = {
     "__init__.py.in": "src/{package}/__init__.py",
     "plugin.py.in": "src/{package}/plugin.py",
 }
-#: The files of the rule and its tests, by whether the policy learns.
+#: The files of the rule and its tests, keyed by whether the policy learns.
 _RULE = {
     False: {
         "policy.py.in": "src/{package}/policy.py",
@@ -43,7 +43,7 @@ _RULE = {
         "test_learning_policy.py.in": "tests/test_policy.py",
     },
 }
-#: The rule's summary and the methods that implement it, by whether the policy learns.
+#: The rule's summary and the methods that implement it, keyed by whether the policy learns.
 _DESCRIPTIONS = {
     False: ("Smallest graph that covers the batch", "`decide`"),
     True: ("Smallest graph, or eager if that is faster", "`decide` and `observe`"),

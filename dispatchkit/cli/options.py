@@ -215,7 +215,7 @@ def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool)
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    # Given settings already include the values from the environment.
+    # Plugin settings, if given, already include the values from the environment.
     return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
 
 

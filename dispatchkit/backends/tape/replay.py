@@ -64,7 +64,7 @@ class _Source:
         known = self._names_by_identity.get(id(value))
         if known is None:
             known = f"v{len(self.namespace)}"
-            self.namespace[known] = value  # the reference also prevents reuse of the identity
+            self.namespace[known] = value  # keeps the value alive, so that its id is not reused
             self._names_by_identity[id(value)] = known
         return known
 
@@ -101,7 +101,7 @@ def _copy_results(result: Any, indices: tuple[int, ...], targets: tuple[Any, ...
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> CodeType:
-    """Compile the source of a replay function, which is often the same for every size."""
+    """Compile a replay function; cached, because capture sizes often share the same source."""
     return compile(text, "<tape>", "exec")
 
 

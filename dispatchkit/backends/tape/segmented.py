@@ -1,7 +1,8 @@
-"""Record a callable in segments, with breaks within one call.
+"""Record one call of a callable as several segments, with breaks between them.
 
-At a break, the callable may be inside modes that it entered after the recorder. The recorder
-therefore stays on the thread's mode stack between segments, and is paused.
+The recorder is a torch dispatch mode. At a break, modes that the callable entered may be above the
+recorder on the thread's mode stack. The recorder therefore stays on the stack between segments, and
+is paused.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class TapeSegments:
         return result
 
     def end(self) -> TapeGraph:
-        """End the segment, and return its graph; later operations run immediately."""
+        """End the segment, and return its graph; later operations are not recorded."""
         if not self._is_open:
             raise CaptureError("No segment is open. Call begin() first.")
         recorder = self._recorder

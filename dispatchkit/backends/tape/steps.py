@@ -30,7 +30,7 @@ LAUNCH_KEYS = _below_python_and_autograd()
 
 @attrs.frozen
 class TensorRef:
-    """A description of a recorded tensor, which does not keep its storage alive.
+    """Describes a recorded tensor without keeping its storage alive.
 
     Attributes:
         storage: Identity of the storage.
@@ -59,7 +59,7 @@ class Step:
         call: The function to call.
         args: Positional arguments, with TensorRefs instead of tensors.
         kwargs: Keyword arguments, with TensorRefs instead of tensors.
-        out: Pairs of a keyword argument and the tensor that ``call`` writes its result to.
+        out: Pairs of an output argument's keyword and the tensor to pass.
         copies: Pairs of an index into the flattened results and the tensor to copy that result to.
     """
 

@@ -1,8 +1,8 @@
 """Make torch report tape captures as captures of the current stream.
 
-If ``torch.cuda.is_current_stream_capturing()`` is True, libraries skip host reads, such as those of
-masks in transformers. During a tape capture, the function therefore returns True in the capturing
-thread, and torch's own result in other threads.
+If ``torch.cuda.is_current_stream_capturing()`` is True, libraries skip host reads; for example,
+transformers does not read attention masks. During a tape capture, the function therefore returns
+True in the capturing thread, and torch's own result in other threads.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ and recorded events are always done.
 
 In deferred mode (with a seed), work is queued. Queued work runs when the host or the default stream
 waits for it, or when the scheduler advances its stream. The scheduler interleaves work of different
-streams as far as waits allow, so a missing wait exposes old or poisoned data. Equal seeds produce
-equal interleavings.
+streams as far as waits allow. If a wait is missing, code may therefore read old data or poison
+(such as NaN). Equal seeds produce equal interleavings.
 
 Tensor operations are deferred only inside ``use_stream`` (see deferred.py). Outside it, work on the
 default stream is not deferred, and a wait of the default stream blocks the host.
@@ -51,7 +51,7 @@ class _Work:
 
 
 class Scheduler:
-    """The queues of a deferred tape, whose work is interleaved at random.
+    """Queues the work of a deferred tape's streams, and interleaves it at random.
 
     Thread safety: all methods may be called from any thread. The lock is re-entrant, because
     running work may submit more work.
@@ -239,7 +239,7 @@ class TapeEvent:
         self._mark = (stream or self._current()).mark()
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of a stream wait for this event; no effect on an unrecorded event."""
+        """Make later work of a stream wait for this event; no effect if it was not recorded."""
         if self._mark is not None:
             (stream or self._current()).wait_mark(self._mark)
 

@@ -1,4 +1,4 @@
-"""Handle functions wrapped in ``torch.compile`` in warmups and captures.
+"""Handle functions wrapped in ``torch.compile`` during warmups and captures.
 
 Under a dispatch mode that must observe every operation, Dynamo does not compile the code that it
 encounters, but permanently marks this code as skipped. After one such call, a compiled model would
@@ -139,7 +139,7 @@ class Calls:
         self._outermost = outermost
 
     def note(self, frame: FrameType | None) -> bool:
-        """Count an operation in an uncompiled function; return whether it was counted.
+        """Count an operation if a wrapped function runs it uncompiled; return whether it does.
 
         Args:
             frame: Frame of the operation's caller.

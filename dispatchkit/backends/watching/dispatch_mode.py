@@ -197,8 +197,8 @@ class DispatchMode(TorchDispatchMode):
 class OperationMode(DispatchMode):
     """A mode that receives only plain operations; subclasses define ``run_operation``.
 
-    Operations on tensor subclasses and higher-order operators (such as ``torch.cond``) are replaced
-    by the plain operations that they run.
+    Higher-order operators, and operations on tensor subclasses, are replaced by the plain
+    operations that they run. ``run_higher_order`` refuses operators such as ``torch.cond``.
 
     Attributes:
         is_paused: Whether operations bypass ``run_operation``.
@@ -228,7 +228,7 @@ class OperationMode(DispatchMode):
 
 
 def inference_mode(is_on: bool) -> AbstractContextManager[None]:
-    """Return a context with inference mode on or off, for one ``with`` statement.
+    """Return a context that turns inference mode on or off, for one ``with`` statement.
 
     ``torch.inference_mode`` ends the mode in Python code, and a signal handler may raise before
     this code runs. The mode would then end only when the context object is freed, and would reset

@@ -1,4 +1,4 @@
-"""Run higher-order operators, such as ``torch.cond``, under a dispatch mode."""
+"""Run or refuse higher-order operators under a dispatch mode."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dispatchkit.backends.capture_guard import HostSyncError
 # can capture them as graph nodes, but only through private APIs of torch.compile.
 _READ_BY_HOST = {
     "cond": (
-        "the host reads which function to run",
+        "the host reads the condition",
         "Use torch.where on the results of both functions",
     ),
-    "while_loop": ("the host reads whether to continue", "Use a loop of fixed length"),
+    "while_loop": ("the host reads the condition", "Use a loop of fixed length"),
 }
 _READ_BY_HOST["while_loop_stack_output"] = _READ_BY_HOST["while_loop"]
 _PLAIN = torch._C.DispatchKey.CompositeExplicitAutograd

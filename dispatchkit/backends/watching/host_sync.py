@@ -92,8 +92,8 @@ def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
         # The operation is tagged, but its result shape depends on data only for a mask.
         return _has_mask(args[1])
     if name in _WRITES_BY_INDEX:
-        # The operation is not tagged, but a mask is converted to indices unless a single value is
-        # written.
+        # The operation is not tagged, but the host reads a mask to convert it to indices, unless a
+        # single value is written.
         return _has_mask(args[1]) and args[2].numel() != 1
     return _is_tagged(func)
 
