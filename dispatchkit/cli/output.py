@@ -33,7 +33,7 @@ FORCE_HINT = "Next: choose another name, or use --force to overwrite it."
 
 
 def console() -> Console:
-    """Return a console for standard output, which prints styles only on a terminal."""
+    """Return a console that writes to standard output, with styles only on a terminal."""
     return Console(highlight=False, markup=False, soft_wrap=False)
 
 
@@ -43,7 +43,7 @@ def print_stderr(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON on standard output, escaping characters that the output cannot encode."""
+    """Print JSON on standard output; escape non-ASCII text if the output cannot encode it."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -55,7 +55,7 @@ def print_json(value: Any) -> None:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
 ) -> Table:
-    """Return a borderless table that fits 80 columns.
+    """Return a borderless table whose text columns wrap to fit the console.
 
     Args:
         columns: Column headers.
@@ -72,7 +72,7 @@ def table(
             overflow="fold",
         )
     for row in rows:
-        # Text objects, because rich would parse brackets in a string as markup.
+        # Text objects, because rich would replace emoji codes such as `:gear:` in a string.
         made.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
     return made
 

@@ -98,7 +98,7 @@ def record(
             if isinstance(done.code, str):
                 print_stderr(done.code)
         except KeyboardInterrupt:
-            # Ctrl-C is the normal way to stop a server, so the trace is complete.
+            # Ctrl-C is the normal way to stop a server, not a failure of the script.
             end = _ScriptResult(STOPPED)
         except Exception as error:  # noqa: BLE001 - an exception of the script; the recorded steps are kept
             end = _ScriptResult(1, error)

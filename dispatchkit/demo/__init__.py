@@ -1,4 +1,4 @@
-"""The demo: a small decoder with a KV cache, and a real step trace.
+"""The demo: a small decoder with a KV cache, and a step trace from real requests.
 
 This module, ``traffic`` and ``report`` do not import torch.
 """

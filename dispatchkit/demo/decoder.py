@@ -5,7 +5,7 @@ attention runs eager between them.
 
 All shapes depend only on the number of tokens, not on the values of positions or slots, so
 attention can also be captured. To keep shapes fixed, each token attends to its request's complete
-cache, and later positions are masked. A serving engine would use a special attention kernel.
+cache, and later positions are masked. A serving engine would use a dedicated attention kernel.
 Plain operations keep this model readable and run on every device.
 
 Shape legend: T tokens of the step, E embedding width, H heads, D head width, L cache rows of
@@ -61,7 +61,7 @@ class DecoderShape:
 
 
 class KVCache:
-    """The keys and values of all requests, in one flat tensor per layer.
+    """The keys and values of all requests, as two flat tensors per layer.
 
     Row ``slot * cache_len + position`` belongs to that position of the request in that slot.
 
@@ -244,10 +244,10 @@ class Decoder(nn.Module):
 
     @eager_region
     def attend_into(self, out: Tensor, *args: Any) -> None:
-        """Attend, and write the result (T, E) to a tensor of the step.
+        """Attend, and write the result (T, E) to ``out``.
 
-        This eager call returns nothing. If it returned a result, each replay would first save the
-        cache, to restore it if the result did not match that of the capture.
+        This eager call returns nothing. If it returned a tensor, each replay would first save the
+        cache, and restore it if the tensor had a different shape or dtype than in the capture.
         """
         out.copy_(self.attend(*args))
 
@@ -272,7 +272,7 @@ class Decoder(nn.Module):
 def _weight(
     generator: torch.Generator, rows: int, columns: int, *, scale: float | None = None
 ) -> nn.Parameter:
-    """Return a random matrix whose default scale preserves the scale of its input."""
+    """Return random weights that, by default, preserve the variance of their inputs."""
     values = torch.randn(rows, columns, generator=generator)
     return nn.Parameter(values * (columns**-0.5 if scale is None else scale), requires_grad=False)
 

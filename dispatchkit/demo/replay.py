@@ -58,9 +58,9 @@ class DemoOptions:
     Attributes:
         settings: Settings of the runner, such as policy, sizes and budgets; see ``load_settings``.
             Limits that are not given are derived from the trace. ``backend`` is ``tape`` or ``cpu``
-            for the simulation on a CPU, and ``cuda`` or ``cuda:N`` for a GPU. ``auto`` uses a GPU
-            if torch detects one, otherwise the tape.
-        trace: Path of a step trace; None for the excerpt in the package.
+            for the tape, and ``cuda`` or ``cuda:N`` for a GPU. ``auto`` uses a GPU if torch detects
+            one, otherwise the tape.
+        trace: Path of a step trace; None for the trace in ``dispatchkit/demo/data``.
         steps: Maximum number of steps to run, from the start of the trace.
         shape: Sizes of the decoder; None for the default of the device. The number of slots is
             derived from the trace.
@@ -126,8 +126,8 @@ def run_demo(
             total.
 
     Returns:
-        The times of both runs and their comparison. Incorrect results do not raise; see
-        ``DemoReport.comparison``.
+        The times of both runs, and the comparison of their results. Incorrect results do not
+        raise; see ``DemoReport.comparison``.
 
     Raises:
         TraceError: The trace cannot be read, lacks a column, or has no step with tokens and

@@ -165,7 +165,7 @@ class DemoReport:
             "launches each kernel from Python. "
         )
         if self.batch1.mode == "NONE":
-            launches += "Here, a single request runs eager in both cases."
+            launches += "Here, a single request also runs eager when dispatched."
         else:
             launches += f"A single request takes {1 / self.batch1.ratio:.0%} of the eager time."
         limits = (

@@ -122,7 +122,7 @@ def plan_traffic(
     vocab: int,
     max_step_tokens: int = 4096,
 ) -> Traffic:
-    """Return steps with generated requests that match a trace's counts.
+    """Return a trace's steps with generated requests.
 
     Args:
         trace: A trace with the columns ``num_reqs``, ``max_query_len`` and ``uniform_decode``.

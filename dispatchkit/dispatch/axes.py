@@ -58,7 +58,7 @@ class PlainView(GraphView):
         return self._view.why_not(_with_axes(key, self._axes))
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the keys of a mode that can compute a batch, smallest first."""
+        """Yield a mode's keys that cover a batch, smallest first."""
         for key in self._view.covering(attrs.evolve(batch, axes=self._axes), mode):
             yield _with_axes(key, ())
 

@@ -45,9 +45,10 @@ def cell_of_call(
 def _limit_of(
     field: str, config: DispatchConfig, num_tokens: Any, *, is_above: bool
 ) -> tuple[str, str]:
-    """Return the name of a field's limit, and the next step.
+    """Return the name of a field's limit, and a hint for the error message.
 
-    The next step suggests raising the limit only for a value above it.
+    A hint to raise ``max_num_tokens``, ``max_loras`` or ``max_num_seqs`` is returned only for a
+    value above the limit.
     """
     if field == "num_tokens":
         hint = (
@@ -127,5 +128,5 @@ def format_modes(modes: Iterable[RuntimeMode]) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number or a flag (0 or 1)."""
+    """Return whether a value is a whole number or a boolean."""
     return whole_number(value) is not None or is_flag(value)

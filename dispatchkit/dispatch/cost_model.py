@@ -93,7 +93,7 @@ class StepCost:
         text = f"{self.step_us:,.0f} µs; eager {self.eager_us:,.0f} µs"
         if round(self.lost_us):
             text += f"; a graph of the exact size would save {self.lost_us:,.0f} µs"
-        outside = "" if self.measured else ", outside its measured range"
+        outside = "" if self.measured else "; extrapolated beyond its measurements"
         return f"{text} (cost model {self.model}{outside})"
 
 

@@ -57,15 +57,15 @@ class Reason(enum.StrEnum):
     MOVED_MODULE = "moved_module"
     #: Each call of the step changes Python state, which a replay would not change.
     PYTHON_STATE = "python_state"
-    #: The first call of the step changes Python state, and later calls compute something different.
-    #: One step runs eager before the capture. Graphed calls: the first call of each kind runs eager
-    #: to show whether its results require gradients.
+    #: The first call of the step changes Python state, and its results or state differ from those
+    #: of later calls. The next call runs eager, and the key is captured after it. Graphed calls: a
+    #: first call runs eager to show whether its result requires gradients.
     FIRST_CALL = "first_call"
     #: The step writes to a container in its arguments, which a replay would not do.
     CONTAINER_WRITTEN = "container_written"
     #: Real rows of a padded step depend on the padding.
     ROWS_DEPEND = "rows_depend"
-    #: An output of a padded step does not have one row per row of the bucket.
+    #: The rows of an output are not the rows of the batch, so padding cannot be cut off.
     ROWS_NOT_THE_BUCKET = "rows_not_the_bucket"
     #: The batch was not split because its rows depend on each other, or independence is not proven.
     ROWS_NOT_INDEPENDENT = "rows_not_independent"
@@ -77,11 +77,11 @@ class Reason(enum.StrEnum):
     VALUE_CHANGED = "value_changed"
     #: Graphed calls: no tensor has a batch dimension.
     NO_BATCH = "no_batch"
-    #: Graphed calls: gradients are required.
+    #: The step computes gradients, or a graphed call requires them.
     GRADIENTS = "gradients"
     #: Graphed calls: the tensors are on several devices.
     SEVERAL_DEVICES = "several_devices"
-    #: Graphed calls: a tensor is nested, sparse, quantized or an instance of a subclass.
+    #: Graphed calls: a tensor is nested, sparse, quantized, on the meta device or of a subclass.
     TENSOR_KIND = "tensor_kind"
     #: Graphed calls: a value cannot be hashed, so it cannot be part of a graph's key.
     UNHASHABLE_VALUE = "unhashable_value"
@@ -146,7 +146,7 @@ class Decision:
         mode: Runtime mode to run in.
         key: Key of the graph to replay, or of the first graph of a split batch; None for eager.
         reason: Cause of the decision; steps are counted by reason.
-        timed: Whether to measure the device time of the step.
+        timed: Whether to measure the time of the step.
         num_tokens: Unpadded number of tokens of the decision's cell.
         max_num_reqs: Largest number of requests for which the decision holds.
         policy: Name of the policy that decided.
@@ -198,7 +198,7 @@ class Decision:
             parts: At least two graphs of the same mode, larger graphs first, each with the number
                 of rows it serves. The numbers must add up to the number of rows of the batch.
             reason: Cause of the decision; steps are counted by reason.
-            timed: Whether to measure the device time of the whole step.
+            timed: Whether to measure the time of the whole step.
 
         Raises:
             DescriptorError: ``parts`` is empty or not iterable, a part is invalid, or the reason is
@@ -302,8 +302,8 @@ class Outcome:
         won: False if the policy is a member of a composite policy, and the decision of another
             member ran.
         step: Number of steps so far, measured or not, including this step; 0 if unknown.
-        is_first: Whether this is the first known eager run with this number of tokens. During a
-            first run, libraries choose kernels, which may take as long as many steps.
+        is_first: Whether this is the first known eager run with this number of tokens. A first
+            run may take much longer than later runs, because libraries choose kernels during it.
         host_us: Host time of the submission in microseconds, without waiting for the device; None
             if unknown.
         device_us: Device time in microseconds, excluding delays caused by the host. None unless the
@@ -330,11 +330,13 @@ class CellUpdate:
     Attributes:
         batch: The batch whose cell changes. Batches that differ only in their number of requests
             have the same cell.
-        decision: The new decision; None to call ``decide`` again at the next use of the cell.
-        one_shot: Whether the decision holds for one step, after which the steady decision applies
-            again. If ``decision`` is None, True drops the waiting one-shot decisions of the cell.
-        up_to: If ``decision`` is None, also empty the cells of batches that equal ``batch`` but
-            have more tokens, up to this number. 0 empties only the cell of ``batch``.
+        decision: The new decision. None without ``one_shot`` empties the cell, so that ``decide``
+            is called again at its next use.
+        one_shot: Whether the decision holds for one step only, and leaves the cell's decision for
+            later steps unchanged. If ``decision`` is None, True drops the waiting one-shot
+            decisions of the cell.
+        up_to: If the cell is emptied, also empty the cells of batches that equal ``batch`` but have
+            more tokens, up to this number. 0 empties only the cell of ``batch``.
 
     Raises:
         DescriptorError: A value has the wrong type, ``up_to`` is negative, or ``up_to`` is given

@@ -30,7 +30,7 @@ def test_cost_says_what_is_lost_and_how_far_it_was_measured():
     beyond = attrs.evolve(COST, lost_us=12, measured=False)
     assert str(beyond) == (
         "1,200 µs; eager 3,400 µs; a graph of the exact size would save 12 µs "
-        "(cost model m, outside its measured range)"
+        "(cost model m; extrapolated beyond its measurements)"
     )
     assert "   cost: 1,200 µs; eager 3,400 µs (cost model m)" in str(attrs.evolve(EAGER, cost=COST))
 
