@@ -23,23 +23,31 @@ class Interrupter:
 
     Args:
         at: Number of the place, counted from 0; None: count the places only.
+        within: Function outside of which places do not count; None: all places count.
     """
 
-    def __init__(self, at=None):
+    def __init__(self, at=None, within=None):
         self.at, self.num_places, self.is_over = at, 0, False
+        self.within = None if within is None else within.__code__
 
     def __call__(self, frame, event, arg):
-        if event not in ("call", "c_return") or self.is_over:
+        if event not in ("call", "c_return") or self.is_over or not self.counts(frame):
             return
         if self.num_places == self.at:
             self.is_over = True
             raise Interrupt
         self.num_places += 1
 
+    def counts(self, frame):
+        """Return whether a frame is a call of ``within``, or was called by one."""
+        while self.within is not None and frame is not None and frame.f_code is not self.within:
+            frame = frame.f_back
+        return frame is not None
 
-def interrupted(run, at=None):
+
+def interrupted(run, at=None, within=None):
     """Run ``run`` with an interrupt at a place; return the number of places passed."""
-    interrupter = Interrupter(at)
+    interrupter = Interrupter(at, within)
     before = sys.getprofile()
     try:
         sys.setprofile(interrupter)

@@ -13,9 +13,10 @@ torch = pytest.importorskip("torch")
 
 from device_steps import in_threads  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import GraphRunner, StaticInput, eager_region  # noqa: E402
 from dispatchkit.backends.capture_guard import is_any_capturing  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
+from dispatchkit.backends.cuda.segmented import CudaSegments  # noqa: E402
 from dispatchkit.backends.optional import features_of  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "execute"))
@@ -161,6 +162,31 @@ def test_no_interrupt_of_a_capture_stops_others_for_good(draws):
         runner.capture(again=True)
         torch.testing.assert_close(runner(x=x), x @ weight)
         assert runner.stats().steps_by_mode["FULL"], f"not captured after an interrupt at {at}"
+    KEPT.clear()
+
+
+def test_no_interrupt_at_the_beginning_of_a_segment_leaves_a_capture_open():
+    """The capture ends if a signal's exception comes right after torch began it."""
+    double = eager_region(lambda x: x * 2)
+    x = torch.randn(3, 8, device="cuda")
+
+    def build():
+        inputs = {"x": StaticInput((None, 8), "float32")}
+        return GraphRunner(
+            lambda x: double(x + 1) - 1, inputs, sizes=[4], mode="PIECEWISE", backend=CudaBackend(0)
+        )
+
+    build().capture()
+    num_places = interrupted(lambda: build().capture(), within=CudaSegments.begin)
+    assert num_places > 10
+    for at in range(num_places):
+        runner = build()
+        interrupted(lambda runner=runner: runner.capture(), at, within=CudaSegments.begin)
+        assert not is_any_capturing(), at
+        assert not torch.cuda.is_current_stream_capturing()
+        runner.capture(again=True)
+        torch.testing.assert_close(runner(x=x), (x + 1) * 2 - 1)
+        assert runner.stats().steps_by_mode["PIECEWISE"], f"not captured after {at}"
     KEPT.clear()
 
 

@@ -129,11 +129,12 @@ class CudaSegments:
             raise CaptureError("A segment is already open. Call end() first.")
         make_current(self._stream)  # code between segments may have changed it
         resume_capture()
-        attempt = self._new_attempt()
-        failure = attempt.begin()
+        # Assigned before the capture begins, so that ``run`` ends it if a signal handler raises.
+        self._attempt = self._new_attempt()
+        failure = self._attempt.begin()
         if failure is not None:
+            self._attempt = None
             raise failure
-        self._attempt = attempt
         if self._watch is not None:
             self._watch.resume()
 
