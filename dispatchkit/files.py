@@ -1,4 +1,4 @@
-"""Write output files completely or not at all, and never overwrite their inputs.
+"""Write output files completely or not at all, and never overwrite input files.
 
 A file is written under a temporary name in the same folder and renamed when it is complete. If
 writing is interrupted, for example by Ctrl-C or a full disk, an existing output file is kept.

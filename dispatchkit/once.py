@@ -1,4 +1,4 @@
-"""Warn once per key, and locate the user's call for messages."""
+"""Issue each warning only once, and locate the user's call for messages."""
 
 from __future__ import annotations
 

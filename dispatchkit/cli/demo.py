@@ -1,4 +1,4 @@
-"""``demo``: replay a real step trace through a small decoder, and show the results."""
+"""``demo``: run a real step trace through a small decoder, and show the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validate whole numbers, flags, types and names of arguments."""
+"""Validate whole numbers, flags, types, and the names of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runtime modes, configured modes and levels of attention support.
+"""Runtime modes, configured modes, and levels of graph support for attention.
 
 A *runtime mode* is the way a batch runs: eager (NONE), PIECEWISE or FULL. A *configured mode* may
 be a pair: one mode for uniform decode batches and one for all other batches. ``CUDAGraphMode`` has

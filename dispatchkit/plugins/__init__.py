@@ -1,4 +1,4 @@
-"""Load plugins, and create the policies and other objects that they provide by name.
+"""Load plugins; create their policies and other objects by name.
 
 Each call of ``load_plugins`` returns an independent ``PluginSet``; there is no global set::
 

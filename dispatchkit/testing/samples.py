@@ -1,4 +1,4 @@
-"""Sample decisions of a policy, in this process or another.
+"""Return the decisions of a policy for sample batches, from this process or a new one.
 
 The ranks of a job should make the same decisions, and so should a server after a restart. These are
 separate processes, and the order of sets, or of objects sorted by address, can differ between

@@ -1,4 +1,4 @@
-"""Run operations, and find their written arguments and their variants with out arguments."""
+"""Run operations; find the arguments that they write, and their ``out=`` variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Poison values, which the tape's memory contains before results are computed."""
+"""The poison values that the tape's memory contains before results are computed."""
 
 from __future__ import annotations
 

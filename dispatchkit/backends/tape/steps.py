@@ -1,4 +1,4 @@
-"""Recorded operations (the steps of a replay), and references to their tensors."""
+"""Recorded operations, which a replay runs one by one, and references to their tensors."""
 
 from __future__ import annotations
 

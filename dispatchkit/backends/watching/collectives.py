@@ -1,4 +1,4 @@
-"""Properties of torch.distributed collectives, and a wrapper that waits for them."""
+"""Query properties of torch.distributed collectives, and wait for a collective to finish."""
 
 from __future__ import annotations
 

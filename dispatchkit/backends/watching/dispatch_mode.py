@@ -1,4 +1,4 @@
-"""Base classes for dispatch modes that do not import Dynamo.
+"""Base classes that let dispatch modes run without importing Dynamo.
 
 torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile it. The first call
 of the wrapper imports Dynamo, which takes seconds, even in a process that never compiles. These

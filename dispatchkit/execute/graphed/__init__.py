@@ -1,4 +1,4 @@
-"""Run a module or a function through graphs with one line."""
+"""Run a module or a function through graphs, with one line of code."""
 
 from dispatchkit.execute.graphed.front import graphed
 

@@ -1,4 +1,4 @@
-"""Choose buckets for an undeclared axis: first powers of two, later a plan for observed sizes.
+"""Choose buckets for an undeclared axis: powers of two at first, later planned for observed sizes.
 
 A plan minimizes padding without using more buckets than before, so it needs no additional graphs.
 New buckets invalidate all graphs of a form of calls, that is, of calls that differ only in the

@@ -1,4 +1,4 @@
-"""graphed: run a module or a function through graphs with one line.
+"""graphed: run a module or a function through graphs, with one line of code.
 
 Properties that are derived from calls are guesses, so each capture checks them. If padding changes
 the results of a graph, the graph serves only batches that fill it.

@@ -1,4 +1,4 @@
-"""Flatten containers like torch's pytree, without creating reference cycles.
+"""Flatten containers as torch's pytree does, but without creating reference cycles.
 
 ``torch.utils._pytree.tree_flatten`` in torch 2.11 to 2.13 creates a self-referencing function in
 each call. Only the garbage collector frees this function, and services often disable the collector.

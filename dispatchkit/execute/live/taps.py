@@ -1,4 +1,4 @@
-"""StepTaps: record and watch steps, at no cost when unused."""
+"""StepTaps: call the recorder, listener and watcher of steps, at no cost when unused."""
 
 from __future__ import annotations
 

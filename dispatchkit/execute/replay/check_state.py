@@ -1,4 +1,4 @@
-"""Compare the state that a step changes, in check mode.
+"""Check mode: compare the state after a replay with the state after an eager run.
 
 Padding rows may write to a *sink*: elements of the state that no row of a batch uses. An eager run
 does not write there. The sink need not be declared: it consists of the elements that only padding

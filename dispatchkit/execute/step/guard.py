@@ -1,4 +1,4 @@
-"""Guards: in each step, compare the properties other than inputs that a graph depends on."""
+"""Guards: compare autocast, training flags and weight addresses with those of the capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasons for eager steps that are downgrades, and the next step for each."""
+"""Reasons for unintended eager steps (downgrades), and advice on how to resolve each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the state of an object that a step reaches, and the objects it refers to in turn."""
+"""For an object that a step reaches, find its state and the objects that it refers to."""
 
 from __future__ import annotations
 
