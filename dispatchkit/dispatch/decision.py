@@ -340,7 +340,7 @@ class CellUpdate:
 
     Raises:
         DescriptorError: A value has the wrong type, ``up_to`` is negative, or ``up_to`` is given
-            with a decision.
+            with a decision or with ``one_shot``.
     """
 
     batch: Batch = attrs.field()
@@ -366,6 +366,9 @@ class CellUpdate:
         if value and self.decision is not None:
             hint = "To set the decisions of several cells, return one update for each cell."
             raise DescriptorError("up_to", value, "0 if a decision is given", hint)
+        if value and self.one_shot:
+            hint = "To drop the one-shot decisions of several cells, return one update for each."
+            raise DescriptorError("up_to", value, "0 if one_shot=True", hint)
 
     def is_about(self, batch: Batch) -> bool:
         """Return whether the update applies to a batch, ignoring its number of requests."""

@@ -957,6 +957,11 @@ def test_a_range_that_makes_no_sense_is_refused(decision, up_to, message):
         CellUpdate(Batch(5), decision, up_to=up_to)
 
 
+def test_a_range_of_one_shot_decisions_is_refused():
+    with pytest.raises(DescriptorError, match=r"0 if one_shot=True, got 9\. To drop"):
+        CellUpdate(Batch(5), None, one_shot=True, up_to=9)
+
+
 def test_change_for_one_cell_changes_no_other():
     dispatcher = make(query_lens=(1, 2), max_loras=1)
     cells = [
