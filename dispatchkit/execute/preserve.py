@@ -17,7 +17,8 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
 
     This includes declared state (a KV cache, for example), other memory that the captured graphs
     of the first lane keep alive, and random generators. The context manager waits for the device
-    before it saves the state, and, even if the block raises, before it restores the state.
+    before and after it saves the state, and, even if the block raises, before and after it restores
+    the state.
 
     Args:
         runner: The runner whose steps run in the block. Writes to undeclared memory are undone only
@@ -32,8 +33,12 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
         for held in captured.holds:
             if isinstance(held, torch.UntypedStorage):
                 snapshot.save(held)
-    with restored(snapshot):
-        try:
-            yield
-        finally:
-            runner.backend.synchronize()
+    runner.backend.synchronize()  # steps of the block may run on any stream
+    try:
+        with restored(snapshot):
+            try:
+                yield
+            finally:
+                runner.backend.synchronize()
+    finally:
+        runner.backend.synchronize()  # because the next step may be on any stream

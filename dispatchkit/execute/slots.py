@@ -19,8 +19,9 @@ only for the slots, and a slot is cleared when a session joins.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, Final
 
 import attrs
@@ -301,7 +302,8 @@ class SlotState:
         )
         numpy = numpy_module()
         self._slots: dict[Hashable, int] = {}
-        self._sessions: list[Hashable | None] = [None] * self.num_slots
+        # Whether a change has begun and not ended, so that everything but ``_slots`` may be wrong.
+        self._is_changing = False
         self._is_taken = numpy.zeros(self.num_slots, dtype=bool)
         self._numbers = numpy.arange(self.num_slots)
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
@@ -329,7 +331,7 @@ class SlotState:
         Raises:
             DescriptorError: The session already has a slot or is not hashable, or no slot is free.
         """
-        with self._changed:
+        with self._unchanged():
             if session in self:
                 hint = "Use its slot, slots_of([session]), or call leave(session) first."
                 raise DescriptorError(
@@ -350,10 +352,12 @@ class SlotState:
                     message=f"No slot is free for session {format_value(session)}; "
                     f"num_slots is {self.num_slots}.",
                 )
+            self._is_changing = True
             slot = self._free.pop()
-            self._put(session, slot)
             if self.is_raw:
                 self._clear([slot])
+            self._put(session, slot)
+            self._is_changing = False
             return slot
 
     def leave(
@@ -377,16 +381,19 @@ class SlotState:
             if whole_number(number) is None or number < 0:
                 hint = "Pass the number of positions that the session uses, or omit the session."
                 raise DescriptorError(f"used[{session!r}]", number, "a non-negative integer", hint)
-        with self._changed:
+        with self._unchanged():
             slots = self.slots_of(sessions)
             if len(set(slots)) < len(slots):
                 hint = "Pass each session once."
                 raise DescriptorError("sessions", sessions, "distinct", hint)
+            self._is_changing = True
             for session, slot in zip(sessions, slots, strict=True):
-                self._take(session, slot)
+                del self._slots[session]
+                self._is_taken[slot] = False
             moves = self._close_gaps(used or {}) if self.compact else []
             self._clear_left({*slots, *(one.source for one in moves)})
             self._find_free()
+            self._is_changing = False
             return moves
 
     def move(self, session: Hashable, slot: int) -> SlotMove:
@@ -395,7 +402,7 @@ class SlotState:
         Raises:
             DescriptorError: The session has no slot, the slot is not free, or sessions are compact.
         """
-        with self._changed:
+        with self._unchanged():
             (source,) = self.slots_of([session])
             if self.compact:
                 hint = (
@@ -417,9 +424,11 @@ class SlotState:
                 raise DescriptorError(
                     "slot", slot, f"a free slot from 0 to {self.num_slots - 1}", hint
                 )
+            self._is_changing = True
             made = self._move(session, source, slot)
             self._clear_left([source])
             self._find_free()
+            self._is_changing = False
             return made
 
     def clear(self, session: Hashable) -> None:
@@ -428,7 +437,7 @@ class SlotState:
         Raises:
             DescriptorError: The session has no slot.
         """
-        with self._changed:
+        with self._unchanged():
             self._clear(self.slots_of([session]))
 
     def slots_of(self, sessions: Iterable[Hashable]) -> list[int]:
@@ -461,7 +470,7 @@ class SlotState:
     @property
     def sessions(self) -> tuple[Hashable, ...]:
         """The sessions that have slots, ordered by slot."""
-        return tuple(self._sessions[slot] for slot in self._is_taken.nonzero()[0])
+        return tuple(sorted(self._slots, key=self._slots.__getitem__))
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -536,26 +545,30 @@ class SlotState:
         return SlotRows(self, index, self._watches.get(threading.get_ident()))
 
     @contextmanager
-    def lent(self, number: int) -> Iterator[SavedRows | None]:
+    def lent(self, number: int, wait: Callable[[], None]) -> Iterator[SavedRows | None]:
         """Lend free slots to the dummy rows of a proof, and clear the slots afterwards.
 
         Yields the saved rows of the slots, or None if fewer than ``number`` slots are free. A
         session that needs a lent slot waits until the slot is returned.
+
+        Args:
+            number: Number of slots to lend.
+            wait: Function that waits for the current stream, because the next step of a lent slot
+                may run on another stream.
         """
-        with self._changed:
-            found = self._free[:number] if len(self._free) >= number else []
-            self._lent.update(found)
-            self._find_free()
-        if not found:
-            yield None
-            return
+        found: list[int] = []
         try:
-            yield SavedRows(self, torch.tensor(found, device=self.device))
-        finally:
-            with self._changed:
-                self._clear(found)
-                self._lent.difference_update(found)
-                self._find_free()
+            try:
+                with self._unchanged():
+                    if len(self._free) >= number:
+                        found = self._free[:number]
+                        self._lent.update(found)
+                        self._find_free()
+                yield SavedRows(self, torch.tensor(found, device=self.device)) if found else None
+            finally:
+                self._take_back(found, wait)
+        finally:  # repeated, because a signal handler may have raised in the first call
+            self._take_back(found, wait)
 
     # -- checks -------------------------------------------------------------------------
 
@@ -571,6 +584,9 @@ class SlotState:
                 and the step does not use the first slots, in order.
         """
         number = len(slots)
+        if self._is_changing:
+            with self._unchanged():
+                pass
         if self.compact:
             if number <= len(self._slots) and bool((slots == self._numbers[:number]).all()):
                 return
@@ -622,14 +638,40 @@ class SlotState:
 
     # -- internals ----------------------------------------------------------------------
 
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Hold the lock, and first complete a change that an exception has interrupted.
+
+        A signal handler may raise at any instruction. ``_slots``, which each change updates with
+        single assignments, then determines the sessions; all free slots are cleared.
+        """
+        with self._changed:
+            if self._is_changing:
+                self._is_taken[:] = False
+                self._is_taken[list(self._slots.values())] = True
+                if self.compact:
+                    self._close_gaps({})
+                free = (~self._is_taken).nonzero()[0].tolist()
+                self._clear_left(slot for slot in free if slot not in self._lent)
+                self._find_free()
+                self._is_changing = False
+            yield
+
     def _put(self, session: Hashable, slot: int) -> None:
-        self._slots[session], self._sessions[slot] = slot, session
+        self._slots[session] = slot
         self._is_taken[slot] = True
 
-    def _take(self, session: Hashable, slot: int) -> None:
-        del self._slots[session]
-        self._sessions[slot] = None
-        self._is_taken[slot] = False
+    def _take_back(self, slots: list[int], wait: Callable[[], None]) -> None:
+        """Clear lent slots and make them free; do nothing if they are not lent."""
+        with self._changed:
+            if self._lent.isdisjoint(slots):
+                return
+            self._clear(slots)
+            wait()
+            self._is_changing = True
+            self._lent.difference_update(slots)
+            self._find_free()
+            self._is_changing = False
 
     def _find_free(self) -> None:
         """Update the list of free slots, in descending order, and wake waiting threads."""
@@ -641,20 +683,19 @@ class SlotState:
         """Move the last sessions into earlier gaps; return the moves."""
         number = len(self._slots)
         gaps = [slot for slot in range(number) if not self._is_taken[slot]]
-        late = [slot for slot in range(number, self.num_slots) if self._is_taken[slot]]
+        late = [(slot, session) for session, slot in self._slots.items() if slot >= number]
         moves = []
-        for source, target in zip(late, gaps, strict=True):
-            session = self._sessions[source]
+        for (source, session), target in zip(sorted(late, key=itemgetter(0)), gaps, strict=True):
             moves.append(self._move(session, source, target, used.get(session)))
         return moves
 
     def _move(
         self, session: Hashable, source: int, target: int, used: int | None = None
     ) -> SlotMove:
-        self._take(session, source)
-        self._put(session, target)
         with torch.no_grad():
             num_bytes = sum(bank.copy(source, target, used) for bank in self._banks.values())
+        self._put(session, target)
+        self._is_taken[source] = False
         return SlotMove(session, source, target, num_bytes)
 
     def _clear_left(self, slots: Iterable[int]) -> None:

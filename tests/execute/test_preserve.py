@@ -46,3 +46,28 @@ def test_steps_in_flight_are_part_of_the_state_and_do_not_write_after_it_is_rest
             raise fault
     backend.synchronize()
     assert total.tolist() == [9] * 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_on_other_streams_see_what_is_saved_and_restored(seed: int) -> None:
+    """Copies are queued on the stream of the block; its steps and later steps may be on others."""
+    total = torch.zeros(4)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        total.add_(tokens.sum(0))
+        return tokens + 1
+
+    backend, inputs = TapeBackend(scheduler=seed), {"tokens": StaticInput((None, 4), "float32")}
+    runner = GraphRunner(
+        step, inputs, sizes=[4], mode="FULL", backend=backend, state=StepState([total])
+    )
+    runner.capture()
+    backend.synchronize()
+    total.fill_(5)
+    block, steps = backend.new_stream(), backend.new_stream()
+    with backend.use_stream(block), preserved_state(runner), backend.use_stream(steps):
+        runner(tokens=torch.ones(4, 4))
+    with backend.use_stream(steps):
+        runner(tokens=torch.ones(4, 4))
+    backend.synchronize()
+    assert total.tolist() == [9] * 4

@@ -9,12 +9,14 @@ import threading
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from hypothesis import settings  # noqa: E402
 from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
+from interrupts import interrupted  # noqa: E402
 from slot_sessions import SessionMachine, make_runner, make_state  # noqa: E402
 
 from dispatchkit import (  # noqa: E402
@@ -28,6 +30,7 @@ from dispatchkit import (  # noqa: E402
     graph_break,
     graph_piece,
 )
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
 from dispatchkit.execute import (  # noqa: E402
     CheckWarning,
@@ -821,11 +824,11 @@ def test_padding_that_changes_the_state_alone_is_found(num_sessions, compact):
 def test_who_joins_waits_for_a_slot_that_a_capture_has_borrowed():
     state, joined = state_of(4), []
     state.join("a")
-    with state.lent(3) as rows:
+    with state.lent(3, lambda: None) as rows:
         assert rows.index.tolist() == [3, 2, 1]
         waiting = threading.Thread(target=lambda: joined.append(state.join("b")))
         waiting.start()
-        with state.lent(1) as nothing:
+        with state.lent(1, lambda: None) as nothing:
             assert nothing is None
         state.leave("a")
         waiting.join(10)
@@ -835,6 +838,62 @@ def test_who_joins_waits_for_a_slot_that_a_capture_has_borrowed():
         rows.restore()
     moving.join(10)
     assert joined == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("compact", "change"),
+    [
+        (False, lambda state: state.join("new")),
+        (False, lambda state: state.leave("a", "c")),
+        (True, lambda state: state.leave("a", "b")),
+        (False, lambda state: state.move("b", 5)),
+    ],
+)
+def test_an_interrupted_change_leaves_no_state_of_others_in_a_slot(compact, change):
+    """A session that joins later starts from the initial state; those that stay keep theirs."""
+
+    def after(at):
+        state = state_of(6, compact=compact)
+        for value, session in enumerate("abcd", 1):
+            state.join(session)
+            state[session]["total"].fill_(value)
+        places = interrupted(lambda: change(state), at)
+        state.check_slots(np.arange(0), "slots")  # as a step does
+        slots = state.slots_of(state.sessions)
+        assert sorted(slots) == slots
+        assert not compact or slots == [*range(len(slots))]
+        kept = {name: value for name, value in totals(state).items() if name != "new"}
+        for number in range(6 - len(state)):
+            state.join(number)
+        new = {name: 0 for name in state if name not in kept}
+        assert totals(state) == {**kept, **new}
+        assert kept.items() <= {"a": 1, "b": 2, "c": 3, "d": 4}.items()
+        assert {"b", "d"} - ({"b"} if compact else set()) <= kept.keys()
+        assert not state.get_bank("total").tensor[6].any()  # the blank row
+        return places
+
+    for at in range(after(None)):
+        after(at)
+
+
+@pytest.mark.parametrize("seed", [12, 24, 26, 57])
+def test_slots_that_a_capture_has_borrowed_are_clear_on_any_stream(seed):
+    """On a deferred tape, work of other streams runs late unless somebody waits for it."""
+    backend, state = TapeBackend(scheduler=seed), state_of()
+    inputs = {"x": ROWS, "slots": state}
+    one, other = (
+        GraphRunner(total, inputs, sizes=(2, 4), mode="FULL", backend=backend) for _ in range(2)
+    )
+    one.capture()
+    backend.synchronize()
+    streams = [backend.new_stream() for _ in range(2)]
+    with backend.use_stream(streams[0]):
+        other.capture()
+    slots = [state.join(session) for session in "abcd"]
+    with backend.use_stream(streams[1]):
+        one(x=torch.ones(4, 2), slots=slots)
+    backend.synchronize()
+    assert state.get_bank("total").tensor[:5].tolist() == [[1, 1]] * 4 + [[0, 0]]
 
 
 def test_a_copy_has_the_same_banks_and_no_sessions():

@@ -370,8 +370,12 @@ class RowProver:
         self, key: GraphKey, sample: Sequence[Any] | None = None, *, is_free: bool
     ) -> Iterator[_Rows]:
         """Yield dummy rows for a key, and restore unbatched inputs on exit."""
-        slots = self._warmups.slots
-        with nullcontext() if slots is None else slots.lent(_head_of(key)) as lent:
+        slots, number = self._warmups.slots, _head_of(key)
+
+        def wait() -> None:
+            self._lane.backend.current_stream().synchronize()
+
+        with nullcontext() if slots is None else slots.lent(number, wait) as lent:
             rows = _Rows(self._lane, key, sample, is_free=is_free, lent=lent)
             try:
                 yield rows
