@@ -1,8 +1,8 @@
 """The distributions that provide names outside the core.
 
-In the core, only this file names dispatchkit's plugins. It names the default policy, and contains
-the table for the installation hints in messages. ``load_attribute`` imports a distribution when one
-of its Python names is used.
+Elsewhere in the core, only docstrings and comments name dispatchkit's plugins. This file names the
+default policy and, for installation hints, the distributions of plugins. ``load_attribute`` imports
+a distribution when one of its Python names is used.
 """
 
 from __future__ import annotations

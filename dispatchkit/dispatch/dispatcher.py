@@ -1,17 +1,19 @@
 """Dispatcher: a table of decisions in front of a policy.
 
-The table has one cell for each number of tokens and kind of batch. The policy decides on first use
-of a cell. Changes, such as the capture of a graph, empty the cells whose decisions they could
-affect. If the cell is filled, ``dispatch`` costs four sign tests, four list lookups and one
-comparison. Four techniques avoid further branches on this hot path:
+The table has one row for each kind of batch, and a row has one cell for each number of tokens. The
+policy decides on first use of a cell. Changes, such as the capture of a graph, empty the cells
+whose decisions they could affect. If the cell is filled, ``dispatch`` costs four sign tests, four
+list lookups and one comparison. Four techniques avoid further branches on this hot path:
 
 * An empty cell holds ``EMPTY``, whose limit of -1 requests every batch exceeds. Empty cells and
   batches with too many requests therefore fail the same comparison.
-* Decisions for more requests than the limit of a cell are in a separate dictionary.
+* If a batch has more requests than the decision in its cell allows, its decision is in a separate
+  dictionary.
 * An unused row is an empty tuple. Indexing it, or indexing a list beyond its end, raises
   IndexError.
-* A waiting one-shot decision empties its cell. The next step uses the cold path, which returns the
-  one-shot decision. After the last one-shot decision, the cold path restores the steady decision.
+* While a one-shot decision waits for the next step, its cell is empty. That step therefore uses the
+  cold path, which returns the one-shot decision. After the last one-shot decision, the cold path
+  restores the steady decision of the cell.
 """
 
 from __future__ import annotations
@@ -84,9 +86,10 @@ class Dispatcher:
         may_split: Whether the executor can split a mixed batch over several graphs
             (``Decision.split``).
         origin: Source of the policy, for error messages.
-        bind: Function with which the executor prepares a step. It is called once for each decision
-            put into the table, and its result becomes ``Decision.plan``. It may also be set as an
-            attribute before the first ``dispatch``.
+        bind: Function with which the executor prepares a step. It is called once for each new
+            decision of ``dispatch`` or ``update``, with the decision and its batch, and its result
+            becomes ``Decision.plan``. It may also be set as an attribute before the first
+            ``dispatch``.
         on_swap: Function called after a swap, without holding a lock. Its arguments are the
             policy's name, the previous policy's name (None for the first policy) and the epoch.
         on_fault: Function called for each fault of the policy. Its arguments are the fault, the
@@ -133,7 +136,7 @@ class Dispatcher:
         self._modes = parse_modes(modes)
         self._readiness = Readiness(lazy=check_flag(lazy, "lazy"))
         self.bind, self._on_swap = bind, on_swap
-        # The registry's lock, because the registry calls listeners under this lock, and a swap
+        # Use the registry's lock, because the registry calls listeners under this lock, and a swap
         # changes the registry.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
@@ -165,8 +168,8 @@ class Dispatcher:
 
         Args:
             num_tokens: Unpadded number of tokens; an empty batch (0) never uses a graph. A number
-                above ``max_num_tokens`` raises if the limit was given, otherwise the batch runs
-                eager.
+                above ``max_num_tokens`` raises if the configuration sets ``max_num_tokens``;
+                otherwise the batch runs eager.
             num_reqs: Number of requests in the batch; 0 if unknown.
             uniform: False for a mixed batch, True for a uniform decode batch. In a uniform batch,
                 every request is past its prompt and has exactly the configured query length. With
@@ -180,7 +183,7 @@ class Dispatcher:
                 example, pass PIECEWISE for a batch with cascade attention.
 
         Returns:
-            The shared decision object in the table. If the cell is filled, nothing is allocated.
+            The stored decision object, not a copy. If the cell is filled, nothing is allocated.
 
         Raises:
             DescriptorError: An argument is out of range or contradicts another argument.
@@ -303,7 +306,7 @@ class Dispatcher:
     def observe(self, outcome: Outcome) -> None:
         """Pass an outcome to the policy, and apply the updates that the policy returns.
 
-        Outcomes are ignored if the decision is from an earlier policy, or the batch is outside the
+        An outcome is ignored if its decision is from an earlier policy, or its batch is outside the
         limits in force.
         """
         if not self._epoch.proposal.parts.learns:
@@ -351,14 +354,17 @@ class Dispatcher:
     def update(self, update: CellUpdate) -> None:
         """Apply an update of a policy to the table.
 
-        An update sets the steady decision of a cell, adds a one-shot decision or drops the waiting
-        ones, or empties a range of cells so that the policy decides again.
+        An update does one of the following:
 
-        The waiting one-shot decisions of a cell are used before its steady decision.
+        * It sets the steady decision of a cell.
+        * It adds a one-shot decision to a cell. The waiting one-shot decisions of a cell are used
+          before its steady decision.
+        * It drops the waiting one-shot decisions of a cell.
+        * It empties a range of cells, so that the policy decides again.
 
-        A decision whose graph cannot run now, for example because it was evicted, is not a fault. A
-        one-shot decision is then dropped. A steady decision is not stored either; the cell is
-        emptied, so that the policy decides again.
+        A decision whose graph cannot run now, for example because it was evicted, is not a fault,
+        but is dropped. If it is a steady decision, the cell is emptied, so that the policy decides
+        again.
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.
@@ -379,7 +385,8 @@ class Dispatcher:
             problem = broken_constraint(answer, batch, self.graphs)
             if problem is None and answer.key is None and not batch.allows(RuntimeMode.NONE):
                 problem = (
-                    f"chose eager, but this batch allows only {format_modes(batch.allowed_modes)}."
+                    f"chose eager, but this batch allows only {format_modes(batch.allowed_modes)}. "
+                    "Batch.allows() checks modes."
                 )
             if problem is not None:
                 raise self._fault("observe", problem, answer)
@@ -503,7 +510,7 @@ class Dispatcher:
 
     @property
     def pace(self) -> int:
-        """Divisor of the number of measured steps, at least 1; 2 halves the number.
+        """A divisor for the number of measured steps; 2 halves this number, 1 keeps it.
 
         Raises:
             PolicyError: In strict mode, the policy's ``pace`` is invalid.
@@ -554,7 +561,7 @@ class Dispatcher:
         *,
         any_size: bool = False,
     ) -> Batch:
-        """Return the batch that a policy receives if ``dispatch`` is called with these arguments.
+        """Return the batch that the arguments of ``dispatch`` describe.
 
         Args:
             num_tokens: As for ``dispatch``.
@@ -562,7 +569,7 @@ class Dispatcher:
             uniform: As for ``dispatch``.
             loras: As for ``dispatch``.
             ceiling: As for ``dispatch``.
-            any_size: Whether the batch may exceed ``max_num_tokens``, for explanations.
+            any_size: Whether the batch may exceed ``max_num_tokens``; ``explain`` sets it to True.
 
         Raises:
             DescriptorError: An argument is out of range or contradicts another argument.
@@ -586,7 +593,7 @@ class Dispatcher:
         Unlike ``dispatch``, this method accepts any number of requests.
 
         Raises:
-            DescriptorError: The value is not a Batch, or is outside the configured limits.
+            DescriptorError: ``batch`` is not a Batch, or is outside the configured limits.
             PolicyError: In strict mode, the policy raised or its decision violates a hard
                 constraint.
         """
@@ -644,13 +651,13 @@ class Dispatcher:
     def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = batch_of_cell(self.config, cell, 0)
         decision = self._bound(self._decide(batch), batch)
-        # If eager is not allowed, a miss is not stored, so that each call raises.
+        # If eager is not allowed, an eager decision is not stored, so that each call raises.
         if decision.key is not None or batch.allows(RuntimeMode.NONE):
             table.put(cell, decision)
         return decision
 
     def _decide_by_reqs(self, table: Table, cell: Cell, num_reqs: int) -> Decision:
-        """Return the decision for more requests than the cell's limit; store it."""
+        """Return and store the decision for a number of requests above the cell's limit."""
         decision = table.get_by_reqs(cell, num_reqs)
         if decision is None:
             batch = batch_of_cell(self.config, cell, num_reqs)
@@ -677,7 +684,11 @@ class Dispatcher:
             return Decision.eager(Reason.POLICY_ERROR)
 
     def _ask(self, batch: Batch) -> Decision:
-        """Return the policy's decision, or raise PolicyError if it is invalid."""
+        """Return the policy's decision.
+
+        Raises:
+            PolicyError: The policy raised, or its decision violates a hard constraint.
+        """
         try:
             proposal = self._epoch.proposal
             if proposal.adds_axes:
@@ -705,7 +716,8 @@ class Dispatcher:
 
     def _bound(self, decision: Decision, batch: Batch, *, one_shot: bool = False) -> Decision:
         """Bind a decision to the cell of a batch, and add the executor's plan."""
-        # Set one_shot before the plan is created: plans of one-shot decisions measure every step.
+        # Set one_shot before the plan is created, because the plan of a one-shot decision always
+        # measures the step.
         decision = self._limited(decision, batch, next(self._revisions), one_shot=one_shot)
         return decision if self.bind is None else decision.with_plan(self.bind(decision, batch))
 
@@ -718,8 +730,8 @@ class Dispatcher:
             bound = _most_reqs(decision.parts)
         elif decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
-        # The configured limit bounds every decision. A larger number of requests therefore takes
-        # the cold path, which validates the number.
+        # The bound never exceeds num_tokens or max_num_seqs. A number of requests above either
+        # therefore takes the cold path, which validates the number.
         bound = min(bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs)
         policy = decision.policy or self._epoch.proposal.parts.name
         return decision.at(batch.num_tokens, bound, policy, revision, one_shot)
@@ -730,7 +742,7 @@ class Dispatcher:
         return any(key in self.graphs and not self.graphs.is_ready(key) for key in keys)
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
-        """Empty the cells that the key of an event could serve."""
+        """Empty the cells whose batches the key of an event could serve."""
         with self._lock:
             if event.key in self._epochs.hidden:
                 return

@@ -1,8 +1,9 @@
 """Epochs: the policy, configuration and table in force, and their swaps.
 
-An executor swaps in stages, so that it can capture the new graphs before the swap: ``propose``,
-``reserve``, ``install``, ``show_all``. Keys captured in advance, and keys about to be removed, are
-hidden from the policy in force.
+An executor swaps in four stages: ``propose``, ``reserve``, ``install`` and ``show_all``. Between
+``reserve`` and ``install``, it can capture graphs for the new keys. The new keys (before
+``install``) and the keys about to be removed (after ``install``) are hidden from the policy in
+force.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Epochs:
         registry: The registry of the keys. Callers must hold its lock while they change epochs.
         modes: Runtime modes that the executor supports.
         is_dispatchable: Function that returns whether a declared key may run now.
-        revisions: Iterator of ascending numbers for bound decisions.
+        revisions: Iterator that supplies the revisions of decisions, in ascending order.
         may_split: Whether mixed batches may be split over several graphs.
 
     Attributes:

@@ -23,7 +23,7 @@ class Candidate:
     Attributes:
         key: Key of the graph.
         chosen: Whether the graph was chosen.
-        why_not: Why the graph cannot run now or is not allowed; None if it could run.
+        why_not: Why the graph cannot run now or is not allowed; None if it can run.
         padding: Number of padding tokens that the graph would compute.
     """
 
@@ -63,12 +63,12 @@ class Explanation:
         batch: The batch whose decision is explained.
         decision: Decision that a step would receive now.
         policy: Name and origin of the policy, and for a composite policy the member that decided.
-        candidates: The smallest graphs that cover the batch, by runtime mode.
+        candidates: The smallest graphs of each runtime mode that cover the batch.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
         fault: Fault of the policy, if any, as text. ``explain`` does not count it.
-        problem: More exact cause of the decision in three cases: the batch exceeds
-            ``max_num_tokens``, the smallest graph that covers the batch is outdated or its capture
-            failed, or the configuration has no capture sizes. Otherwise empty.
+        problem: A cause that is more exact than ``decision.reason``, in three cases: the batch
+            exceeds ``max_num_tokens``, the smallest graph that covers the batch is outdated or its
+            capture failed, or the configuration has no capture sizes. Otherwise empty.
         cost: Cost of the step, if a cost model is given.
         times: Times that a runner measured for steps with the same decision; None if steps are not
             measured.
@@ -92,7 +92,7 @@ class Explanation:
 
     @property
     def outcome(self) -> str:
-        """The effect of the step: a replay, an eager run or an error."""
+        """What the step would do: replay, run eager or raise an error."""
         return f"raises {self.error}" if self.error else str(self.decision)
 
     @property
@@ -135,7 +135,10 @@ class Explanation:
 
     @property
     def nearest(self) -> str:
-        """The nearest graph that could serve a batch that runs eager, or an empty string."""
+        """The nearest graph, and why a batch that runs eager does not use it.
+
+        Empty if the batch does not run eager, or no graph covers it.
+        """
         if self.decision.key is not None or not self.candidates:
             return ""
         near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
@@ -243,8 +246,8 @@ def explain(
         uniform: As for ``Dispatcher.dispatch``.
         loras: As for ``Dispatcher.dispatch``.
         ceiling: As for ``Dispatcher.dispatch``.
-        per_mode: Maximum number of candidates per runtime mode. The chosen graph is always
-            included, even beyond this limit.
+        per_mode: Maximum number of candidates per runtime mode. A graph chosen for the whole batch
+            is always included, even beyond this limit.
 
     Raises:
         DescriptorError: The description of the batch is invalid.
@@ -311,7 +314,7 @@ _PROBLEMS: Mapping[str, str] = {
     Reason.STALE: "the graph for this batch is outdated",
 }
 
-# Causes of predefined reasons for running eager.
+# Descriptions of predefined reasons for running eager.
 _CAUSES: Mapping[str, str] = {
     Reason.EMPTY_BATCH: "constraint: a batch without tokens needs no graph",
     Reason.MODE_NONE: "configuration: the mode runs this kind of batch eager",

@@ -33,8 +33,8 @@ class PendingStep:
 
     Attributes:
         num_tokens: Number of tokens, before padding.
-        key: Key of the graph that serves the step if all declared graphs are captured. None if the
-            step runs eager, or if the lane policy does not set ``needs_key``.
+        key: Key of the graph that would serve the step if all declared graphs were captured. None
+            if the step would run eager even then, or if the lane policy does not set ``needs_key``.
         priority: Priority given by the caller: 0 is normal, larger is more urgent.
     """
 
@@ -185,7 +185,7 @@ class KeyPlacement:
 
     Args:
         policy: The lane policy. If it has no ``lanes_for_key``, every lane has all keys.
-        keys: The declared keys. Each call reads them again, because they may have changed.
+        keys: The declared keys. The methods read them on each call, because they may change.
         num_lanes: Number of lanes of the runner.
         origin: Source of the lane policy, for error messages.
 

@@ -16,7 +16,7 @@ from dispatchkit.errors import PolicyError, counted, describe_exception, format_
 
 @attrs.frozen
 class PackingLimits:
-    """The limits of a bin and the captured sizes.
+    """The captured sizes, and the limits of each bin.
 
     Attributes:
         sizes: Captured sizes in tokens, ascending; a bin is padded to the next size.

@@ -44,11 +44,11 @@ class Readiness:
 
 
 class GraphView:
-    """A policy's read-only view of the declared keys, and of which of them can run now.
+    """A policy's read-only view: the declared keys, and whether each of them can run now.
 
     Attributes:
         config: The configuration in force.
-        hidden: Registry keys that the view does not show. They were captured in advance for the
+        hidden: Registry keys that the view does not show. They were declared in advance for the
             next policy, or belong to the previous policy and will be removed.
         num_changes: Number of changes outside the registry that affect which keys can run, such as
             switching lazy capture on.
@@ -101,7 +101,7 @@ class GraphView:
         return self.why_not(key) is None
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the keys of a mode whose graphs cover a batch, smallest first.
+        """Yield the keys that have a given mode and cover a batch, smallest first.
 
         Some of these keys may not be ready; check with ``is_ready`` or ``why_not``.
         """
@@ -192,9 +192,10 @@ class PacedPolicy(LearningPolicy, Protocol):
 
     @property
     def pace(self) -> int:
-        """Divisor of the number of measured steps, at least 1; 2 halves the number.
+        """A divisor for the number of measured steps; 2 halves this number, 1 keeps it.
 
-        The property is read at each measured step, so it may change while serving.
+        The divisor must be a whole number of at least 1. The property is read at each measured
+        step, so it may change while serving.
         """
         ...
 

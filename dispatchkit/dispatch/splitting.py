@@ -31,8 +31,8 @@ def greedy_parts(
         max_parts: Largest number of parts.
 
     Returns:
-        The parts in order. Empty if the batch must not be split, one graph is enough, no graph
-        is ready for a part, or more than ``max_parts`` parts would be needed.
+        The parts in order. Empty if the batch must not be split, only one part or more than
+        ``max_parts`` parts would be needed, or no suitable graph is ready for a part.
     """
     if not graphs.may_split or not may_be_split(batch) or not batch.allows(mode):
         return ()

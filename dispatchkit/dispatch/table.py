@@ -52,10 +52,11 @@ class Table:
 
     Attributes:
         epoch: Number of the epoch to which the decisions belong.
-        rows: The rows that the hot path indexes, by code of allowed modes, query class and variant.
-            An unused row is an empty tuple, so indexing it raises IndexError.
-        waiting: One-shot decisions by cell, in the order of use. The row entry of such a cell is
-            empty, so that the next step uses the cold path.
+        rows: The rows that the hot path reads, indexed first by the code of the allowed modes, then
+            by query class and then by variant. An unused row is an empty tuple, so indexing it
+            raises IndexError.
+        waiting: One-shot decisions by cell, in the order of use. While a cell has such decisions,
+            its row entry is ``EMPTY``, so that the next step uses the cold path.
         steady: Steady decisions of cells with waiting one-shot decisions, restored after the last
             one-shot decision.
         by_reqs: Decisions for more requests than the cell's decision allows, by cell and number of
@@ -172,8 +173,7 @@ class Table:
 
         Args:
             cell: The first cell, with the fewest tokens.
-            up_to: Number of tokens of the last cell. If ``cell`` already has more tokens, only
-                ``cell`` is emptied.
+            up_to: Number of tokens of the last cell; 0 empties only ``cell``.
         """
         if up_to <= cell[3]:
             self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))
@@ -228,7 +228,7 @@ class Table:
 
 
 def _in_range(cell: Cell, up_to: int) -> Callable[[Cell], bool]:
-    """Return a predicate for cells of the same row, up to a number of tokens."""
+    """Return a predicate for cells of one row, from ``cell`` up to a number of tokens."""
     return lambda one: one[:3] == cell[:3] and cell[3] <= one[3] <= up_to
 
 
