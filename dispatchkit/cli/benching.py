@@ -121,7 +121,7 @@ def _list(scripts: dict[str, Path], as_json: bool) -> None:
 
 
 def _summary(path: Path) -> str:
-    """Return the first line of a script's docstring, without running it."""
+    """Return the first line of a script's docstring, without running the script."""
     import ast
 
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

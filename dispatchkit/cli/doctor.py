@@ -119,7 +119,7 @@ def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]
     """Yield the findings of all checks, versions first.
 
     Args:
-        plugins: The loaded plugins, whose policies and backends are checked.
+        plugins: The loaded plugins, which provide the default policy and the backends to check.
         environ: The environment variables to check.
     """
     yield Finding(Level.OK, "dispatchkit", f"{__version__}, {facts.python()}.")

@@ -212,7 +212,7 @@ def _query_class(config: DispatchConfig, num_tokens: int, num_reqs: int) -> int:
     pad batches.
 
     Raises:
-        ConfigError: Several query lengths are configured, and none is the number of tokens per
+        ConfigError: Several query lengths are configured, and none equals the number of tokens per
             request.
     """
     lens = config.query_lens

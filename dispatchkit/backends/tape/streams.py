@@ -177,7 +177,8 @@ class TapeStream:
         if self.capturing_thread not in (None, threading.get_ident()):
             raise ReplayError(
                 f"Another thread is capturing on {self!r}, so no event can be recorded on it, and "
-                "no other stream can wait for it. Record or wait before or after the capture."
+                "no other stream can wait for it. Record the event, or wait for the stream, before "
+                "or after the capture."
             )
         mark = Mark(self)
         if self.scheduler is not None and self.is_deferred and not capturing_device():
@@ -207,7 +208,7 @@ class TapeStream:
         self.wait_mark(stream.mark())
 
     def query(self) -> bool:
-        """Return whether all queued work is done, without blocking."""
+        """Return without blocking whether all queued work is done."""
         refuse_in_capture("Stream.query()", "it queries the device")
         return self.scheduler is None or self.scheduler.is_idle(self)
 
@@ -244,7 +245,7 @@ class TapeEvent:
             (stream or self._current()).wait_mark(self._mark)
 
     def query(self) -> bool:
-        """Return whether the work before the event is done, without blocking."""
+        """Return without blocking whether the work before the event is done."""
         refuse_in_capture("Event.query()", "it queries the device")
         return self._mark is None or self._mark.done
 

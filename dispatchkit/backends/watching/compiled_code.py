@@ -1,10 +1,10 @@
 """Handle functions wrapped in ``torch.compile`` during warmups and captures.
 
 Under a dispatch mode that must observe every operation, Dynamo does not compile the code that it
-encounters, but permanently marks this code as skipped. After one such call, a compiled model would
-run uncompiled for the rest of the process. Under these modes, compiled functions therefore run
-eager through ``torch.compiler.set_stance``, which changes neither their code nor existing
-compilations.
+encounters, but permanently marks this code as skipped. After one call under such a mode, a compiled
+model would run uncompiled for the rest of the process. Under these modes, compiled functions
+therefore run eager through ``torch.compiler.set_stance``, which changes neither their code nor
+existing compilations.
 
 Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
 torch/_dynamo/types.py of torch 2.11 to 2.13, which determine when and for how long a frame is

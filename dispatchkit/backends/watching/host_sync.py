@@ -89,7 +89,7 @@ def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether the host must read data to run an operation on a device."""
     name = func._schema.name
     if name in _READS_BY_INDEX:
-        # The operation is tagged, but its result shape depends on data only for a mask.
+        # The operation is tagged, but its result shape depends on data only if an index is a mask.
         return _has_mask(args[1])
     if name in _WRITES_BY_INDEX:
         # The operation is not tagged, but the host reads a mask to convert it to indices, unless a
