@@ -1,8 +1,8 @@
 """The public exceptions of dispatchkit.
 
-A message states what is wrong with the given value, what is allowed and the next step. Most classes
-also have these parts as attributes, for code that handles the error. Each class also inherits from
-a built-in exception, so that existing ``except ValueError`` clauses keep working.
+A message states what is wrong with the given value, what is allowed and the next step. Many classes
+also have attributes with details, for code that handles the error. Each class also inherits from a
+built-in exception, so that existing ``except ValueError`` clauses keep working.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def _summarized(value: Any, depth: int = 2) -> Any:
 def format_value(value: Any) -> str:
     """Format a value for a message: its repr, shortened if it is long.
 
-    Tensors are represented by type and shape, because printing their elements would wait for the
-    device. Values printed over several lines, such as modules, are represented by their type.
+    Tensors and arrays, except scalars, are represented by type and shape, because printing the
+    elements of a tensor would wait for the device. Values printed over several lines, such as
+    modules, are represented by their type.
     """
     name = type(value).__name__
     try:
@@ -256,8 +257,8 @@ class InputError(DispatchkitError, ValueError):
 class NoGraphError(DispatchkitError, RuntimeError):
     """No graph can run this batch, and running it eager is not allowed.
 
-    Raised in strict mode, and if the allowed modes exclude eager. For example, the ranks may have
-    agreed on a mode for which this rank has no graph.
+    Raised if the option ``strict`` is set, or if the allowed modes exclude eager. For example, the
+    ranks may have agreed on a mode for which this rank has no graph.
 
     Attributes:
         reason: Short reason why no graph can run the batch, such as ``not_captured``.
@@ -277,9 +278,10 @@ class PolicyError(DispatchkitError, RuntimeError):
 
     Attributes:
         policy: Name of the policy at fault.
-        origin: The distribution that provides the policy, or the name under which it was passed in.
-        hook: The method or hook at fault, such as ``declare``, ``decide`` or ``observe``.
-        value: The value that the method or hook returned; None if it raised.
+        origin: The distribution that provides the policy, or the name under which it was passed in;
+            "" if unknown.
+        hook: The method, hook or attribute at fault, such as ``declare``, ``decide`` or ``traits``.
+        value: The invalid value, if any; otherwise None, for example if the method raised.
     """
 
     policy: str
@@ -316,7 +318,7 @@ class PluginError(RegistrationError):
 
 
 class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
-    """Loading plugins in strict mode failed; the group contains a PluginError for each problem."""
+    """Loading plugins with ``strict=True`` failed; the group has a PluginError for each problem."""
 
     def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
         """Create the group with a message that lists every problem."""
@@ -349,7 +351,7 @@ class SwapError(DispatchkitError, RuntimeError):
     """A swap was refused; the policy and configuration in effect have not changed.
 
     Attributes:
-        failed: Why each key failed, by the key as text.
+        failed: Mapping from each key without a graph, as text, to the reason.
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:

@@ -154,7 +154,7 @@ def test_report_of_a_capture_reads_well(make_runner):
     words = str(runner.capture())
     assert words.startswith("0 graphs captured in ")
     assert "2 keys failed, first FULL tokens=8: output_layout: Output 0 is {tensor(" in words
-    assert "Return a tensor, a value that compares equal, or an object with tensor" in words
+    assert "Return a tensor, a value that is equal in each run, or an object with tensor" in words
 
 
 def test_strict_runner_raises_before_the_step_runs(make_runner):

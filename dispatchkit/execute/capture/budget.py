@@ -1,13 +1,16 @@
 """Budgets for the number and memory of graphs, and the order of eviction.
 
-Before a capture, a rehearsal runs the step on the device and measures how much memory its graph
-needs. A graph that would exceed a budget in bytes is not captured. For backends without rehearsals,
-a forecast is used instead, and a graph that then exceeds a budget is released after its capture.
+If there is a budget in bytes, a rehearsal before each capture runs the step on the device and
+measures how much memory its graph needs. A graph that would exceed a budget even after evictions is
+not captured. For backends without rehearsals, a forecast is used instead, and a graph that then
+exceeds a budget is released after its capture.
+
 Because the graphs of a pool share memory, the whole pool is released to free memory, and graphs
 that are still needed are captured again.
 
-Two budgets in bytes may apply. The budget of a runner covers the pool and outputs of its lane; the
-budget of a ``GraphMemory`` covers all memory that its runners share.
+Two budgets in bytes may apply. The budget of a runner limits the pool and outputs of each of its
+lanes. The budget of a ``GraphMemory`` limits the pools, outputs, static inputs, workspaces and
+driver memory of all its runners on one device.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ class OverBudgetError(CaptureError):
 
 
 class Admission:
-    """Check of the memory budgets for one capture, made before memory is allocated.
+    """A check of the memory budgets, made before a capture allocates memory.
 
     Args:
         key: Key to capture.
@@ -114,8 +117,8 @@ class Admission:
         lane: Lane of the capture.
         forecast: Function that returns the expected memory of a key's graph in bytes, or None if
             unknown. It is used if the backend has no rehearsals.
-        evict_others: Function that evicts an idle pool or a graph with its own memory, and returns
-            whether it evicted anything.
+        evict_others: Function that evicts an idle pool, or a graph that holds memory of its own. It
+            returns whether it evicted anything.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Admission:
         Args:
             trial: Function that runs the operations of the graph.
             generators: Random generators that the operations draw from.
-            more: Memory outside the pool that the capture needs, in bytes.
+            more: Bytes that the capture needs outside the pool.
 
         Raises:
             OverBudgetError: The graph would exceed a budget.
@@ -321,7 +324,11 @@ class MemoryBudget:
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
     def _evict_others(self, passed: _ExceededBudget) -> bool:
-        """Evict an idle pool or a graph with its own memory; return whether one was evicted."""
+        """Evict an idle pool, or a graph that holds memory of its own.
+
+        Returns:
+            Whether anything was evicted.
+        """
         if passed.is_shared and self._evict_idle():
             return True
         holding = [

@@ -113,9 +113,9 @@ class Capturer:
         """Return whether steps may run between the phases of a key's capture.
 
         This requires that the runner has one lane, and that the runs of the capture do not affect
-        steps: they change no state, draw no random numbers, call no compiled function and replay no
-        other graph. Steps may change the data that these runs read, because the results of the runs
-        are discarded.
+        steps: they change no state or scratch, draw no random numbers, call no compiled function
+        and replay no other graph. Steps may change the data that these runs read, because the
+        results of the runs are discarded.
         """
         return (
             key.mode is RuntimeMode.FULL and not self._lane.has_peers and self._warmups.is_pure(key)
@@ -163,8 +163,8 @@ class Capturer:
         """Return whether the conditions of a graph's capture still hold.
 
         These are the autocast state, the state of the modules, and the values built into the graph.
-        If one of them has changed, comparing the graph with eager proves nothing about the graph.
-        The next replay detects the change.
+        If one of them has changed, comparing a replay with an eager run proves nothing about the
+        graph. The next replay detects the change.
         """
         if difference(captured.guard, self._guard.now()):
             return False
@@ -219,8 +219,8 @@ class Capturer:
         """Warm up a key without capturing it, and undo the changes.
 
         Raises:
-            CaptureError: The key is larger than the static inputs, or the step changes Python state
-                in each call, or did so in its first call.
+            CaptureError: The key is larger than the static inputs, or the step changes Python
+                state, other than a cache, in its first call or in each call.
         """
         self._contained(key, partial(self._warm_up, key))
 
@@ -324,7 +324,8 @@ class Capturer:
         If the step creates a cache in Python, the cache is kept and the function is called again.
 
         Raises:
-            CaptureError: The step changes Python state in each call, or did so in its first call.
+            CaptureError: The step changes Python state, other than a cache, in its first call or in
+                each call.
         """
         modes, had_dynamo = ThreadModes(), dynamo_is_loaded()
         try:
@@ -347,8 +348,9 @@ class Capturer:
                     except Exception:
                         if is_again or had_dynamo or not dynamo_is_loaded():
                             raise
-                        # The step imported Dynamo. The modes of this run were entered earlier and
-                        # therefore not hidden from Dynamo. This may have caused the error.
+                        # The step imported Dynamo. The modes of this run were entered before the
+                        # import, and were therefore not hidden from Dynamo. This may have caused
+                        # the error.
                         changed = None
                     if changed is not None:
                         self._classify_changes(changed, key)
@@ -362,7 +364,8 @@ class Capturer:
         """Classify the changes that a run made to Python state; raise if they prevent a capture.
 
         Raises:
-            CaptureError: The step changes Python state in each call, or did so in its first call.
+            CaptureError: The step changes Python state, other than a cache, in its first call or in
+                each call.
         """
         self._watch_again()
         buffers = self._lane.buffers_of(key)
@@ -640,8 +643,8 @@ class Capturer:
     ) -> Callable[[], Snapshot] | None:
         """Return a function that saves the step's state before a replay, or None.
 
-        The state is restored if an eager call returns a different result than in the capture. None
-        means that there is nothing to restore.
+        The state is restored if the replay fails, for example because an eager call returns a
+        different result than in the capture. None means that there is nothing to restore.
 
         Raises:
             CaptureError: The state is too large to save, or is in Python objects.
@@ -654,11 +657,11 @@ class Capturer:
         has_state = draws or warmups.may_write_scratch()
         if changed or (has_state and not warmups.may_restore()):
             what = named(changed) if changed else "more state than state_limit_bytes allows"
-            alternative = "" if changed else ", or increase state_limit_bytes"
+            alternative = "" if changed else "; or increase state_limit_bytes"
             raise CaptureError(
-                f"The eager call at {calls[0].line} returns a value that may differ in a replay, "
-                f"and the step changes {what}, which could not be restored in that case. Write the "
-                "result into a tensor created by the step (out=...), and return None"
+                f"The eager call at {calls[0].line} returns a value that may differ in a replay. "
+                f"The step could then not be undone, because it changes {what}. Let the call write "
+                "its result into a tensor created by the step (out=...) and return None"
                 f"{alternative}.",
                 reason=Reason.CALL_DIFFERS,
             )

@@ -168,7 +168,8 @@ class CapturedPieces:
         parts: Parts in the order in which they run.
         ends_eager: Whether the last piece is eager and returns the outputs.
         keep: Function that saves the state before a replay; None if there is nothing to restore.
-            The state is restored if an eager call returns a different result than in the capture.
+            The state is restored if the replay fails, for example because an eager call returns a
+            different result than in the capture.
     """
 
     parts: tuple[GraphPart | EagerPart | EagerCall, ...]
@@ -323,7 +324,7 @@ class CapturedKey:
                     f"Output {index} is {format_value(first)} ({type(first).__name__}) in one run "
                     f"of the step and {format_value(leaf)} in the next, on the same rows. A replay "
                     "does not run Python and would always return the value from the capture. "
-                    "Return a tensor, a value that compares equal, or an object with tensor "
+                    "Return a tensor, a value that is equal in each run, or an object with tensor "
                     "attributes.",
                     key=str(self.key),
                     reason="output_layout",
@@ -358,7 +359,8 @@ class CapturedKey:
             num_rows: Number of rows in the batch.
 
         Raises:
-            LaunchError: Not all graphs could be launched.
+            LaunchError: A graph could not be queued, or an eager piece or eager call returned a
+                result that differs from that of the capture.
         """
         if self.pieces is not None:
             return self._launch_pieces(self.pieces, num_rows)

@@ -36,7 +36,8 @@ class Result:
     Attributes:
         value: Tensor that later segments read, or Python value that is built into them.
         is_copied: Whether ``value`` is in memory of the lane and each result is copied into it.
-            Otherwise each call must return the same memory (an argument, a static input or state).
+            If False, each call must return the same tensor memory (an argument, a static input or
+            state) or an equal Python value.
         stride: Strides of the returned tensor, which may differ from those of the copy.
         batch_dim: Batch dimension of the copy, measured at two sizes; None if it is not batched.
     """
@@ -47,7 +48,7 @@ class Result:
     batch_dim: int | None = None
 
     def difference(self, now: Any) -> str:
-        """Return how a value differs, as the end of a sentence; empty if it is equivalent."""
+        """Return how a value differs from this result, as the end of a sentence; empty if equal."""
         was = self.value
         if not isinstance(was, torch.Tensor):
             return (

@@ -1,8 +1,8 @@
 """Detect and classify the Python state that a step changes.
 
-Warmups, captures and measurements run the step on dummy rows, and replays run no Python. The
-results are correct only if the step does not change Python state. Therefore changes made by runs on
-dummy rows are undone, and up to three more runs on dummy rows classify the step:
+Warmups, captures and measurements run the step on dummy rows, and replays run no Python. Replays
+are therefore correct only if the step does not change Python state. Changes made by runs on dummy
+rows are undone, and up to three more runs on dummy rows classify the step:
 
 - *Other thread*: the first of these runs changes nothing, so another thread made the changes. They
   are applied again.
@@ -93,7 +93,7 @@ class PythonEffects:
         # Whether only changes by graph pieces count; None outside ``contained``.
         self._graphs_alone: bool | None = None
         self._replaced: Counter[str] = Counter()
-        # Entries that the step has changed, by identity of the container and key.
+        # Entries that the step has changed, by the container's id and the entry's key.
         self._changed: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
@@ -255,7 +255,8 @@ class PythonEffects:
             run_on_other_rows: Function that runs the step on other dummy rows.
 
         Raises:
-            CaptureError: The step changes Python state in each call, or did so in its first call.
+            CaptureError: The step changes Python state, other than a cache, in its first call or in
+                each call.
         """
         before = self._reach()
         with before.data_held():

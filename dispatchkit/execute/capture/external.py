@@ -62,7 +62,8 @@ def external_step(
     if rows != key.num_tokens:
         raise InputError(
             inputs.names[0],
-            f"The input tensors of {key} must have {counted(key.num_tokens, 'row')}, got {rows}.",
+            f"The input tensors of {key} must have {counted(key.num_tokens, 'row')}, got {rows}. "
+            "Pass the tensors that the graph reads, and a key of the same size.",
         )
     layout = declared_layout(outputs, key.num_tokens, output_batch_dims)
     leaves = tuple(leaves_of(outputs))

@@ -1,4 +1,4 @@
-"""GraphMaker: capture single graphs with outputs in memory that the lane's graphs share."""
+"""GraphMaker: capture graphs and segments with outputs in memory that a lane's graphs share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MadeGraph:
 
 
 class UncompiledCodeWarning(RuntimeWarning):
-    """A function wrapped in torch.compile ran uncompiled in a capture."""
+    """A function wrapped in torch.compile ran, or may have run, uncompiled in a capture."""
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ class _Watched:
 
 
 class GraphMaker:
-    """Captures single graphs on one lane.
+    """Captures graphs and segments on one lane.
 
     Args:
         lane: Lane that the graphs are captured on.
