@@ -6,10 +6,12 @@ from contextlib import suppress
 
 import pytest
 import torch
+from interrupts import Interrupt
 
 from dispatchkit import GraphRunner, StaticInput, StepState
 from dispatchkit.backends.tape import TapeBackend
 from dispatchkit.execute import preserved_state
+from dispatchkit.execute.step.state import Snapshot, restored
 
 
 @pytest.mark.parametrize("fault", [None, ZeroDivisionError])
@@ -71,3 +73,20 @@ def test_steps_on_other_streams_see_what_is_saved_and_restored(seed: int) -> Non
         runner(tokens=torch.ones(4, 4))
     backend.synchronize()
     assert total.tolist() == [9] * 4
+
+
+def test_an_interrupted_restore_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    total, calls = torch.zeros(4), []
+    snapshot, restore = Snapshot(torch.device("cpu")), Snapshot.restore
+    snapshot.save(total.untyped_storage())
+
+    def interrupted_once(self: Snapshot) -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            raise Interrupt
+        restore(self)
+
+    monkeypatch.setattr(Snapshot, "restore", interrupted_once)
+    with pytest.raises(Interrupt), restored(snapshot):
+        total.fill_(1)
+    assert total.tolist() == [0] * 4

@@ -9,8 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
+from interrupts import interrupted  # noqa: E402
+
 from dispatchkit import (  # noqa: E402
     BufferOptions,
+    CaptureOptions,
     GraphMemory,
     GraphRunner,
     Lanes,
@@ -223,3 +226,24 @@ def test_a_graphed_module_sleeps_with_its_memory():
     memory.wake()
     torch.testing.assert_close(fast(x), step(x))
     assert fast.graphed.runners[0].stats().captures == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in __del__
+def test_after_an_interrupt_no_step_runs_on_lost_memory():
+    """Whatever place a signal interrupts, waking again maps all memory and writes its fill."""
+    memory = GraphMemory(sleeps=True)
+    unproven = RunnerOptions(capture=CaptureOptions(prove_rows=False))  # padding adds 0
+    runner = runner_of(lambda x: x + x.sum(), memory, sizes=(4,), options=unproven)
+    runner.capture()
+
+    def rest():
+        memory.sleep()
+        memory.wake()
+
+    for at in range(interrupted(rest)):
+        interrupted(rest, at)
+        group = runner.lanes[0].lane.group
+        assert group.is_asleep or not any(pool.is_asleep for pool in group._sleeping()), at
+        memory.wake()
+        ones = torch.ones(3, WIDTH)
+        assert torch.equal(runner(x=ones), ones * (1 + ones.sum())), at

@@ -165,8 +165,13 @@ class SleepingPool(CudaPool):
         No work in flight may use this memory.
         """
         segments = self.segments(device_index)
-        self._allocator.unmap([segment["address"] for segment in segments])
+        # Set first, so that wake() maps the memory even if a signal interrupts this method.
         self._asleep = [segment["address"] for segment in segments]
+        try:
+            self._allocator.unmap(self._asleep)
+        except ReplayError:  # all segments are mapped again
+            self._asleep = []
+            raise
         return sum(int(segment["total_size"]) for segment in segments)
 
     def wake(self) -> None:

@@ -249,9 +249,9 @@ class PoolGroup:
             return 0
         for lane in tuple(self._lanes):
             lane.handle = None  # makes the next step call ``order``
-        num_bytes = self._sleeper.sleep(self._sleeping())
-        self.is_asleep = True
-        return num_bytes
+        self.backend.synchronize()  # if this raises, nothing sleeps
+        self.is_asleep = True  # first, because an exception may leave some of the memory asleep
+        return self._sleeper.sleep(self._sleeping())
 
     def wake(self) -> None:
         """Map the memory again and reset static inputs; requires the lock.
@@ -262,10 +262,10 @@ class PoolGroup:
         if self._sleeper is None or not self.is_asleep:
             return
         self._sleeper.wake(self._sleeping())
-        self.is_asleep = False
         for lane in tuple(self._lanes):
             lane.refill()
         self.backend.synchronize()  # because the next step may be on any stream
+        self.is_asleep = False  # last, so that an exception leaves no static input without fill
 
     def check_awake(self) -> None:
         """Check that the memory is not asleep.

@@ -505,10 +505,16 @@ def _facts_of(func: Any) -> _Facts:
 @contextmanager
 def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
     """Restore a snapshot on exit, even after an error."""
+    is_restored = False
     try:
-        yield snapshot
+        try:
+            yield snapshot
+        finally:
+            snapshot.restore()
+            is_restored = True
     finally:
-        snapshot.restore()
+        if not is_restored:  # a signal handler has raised in the first call
+            snapshot.restore()
 
 
 class ContentWatch:
