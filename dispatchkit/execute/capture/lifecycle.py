@@ -1,8 +1,8 @@
 """Lifecycle: decide when the keys of a lane are captured, and manage their graphs.
 
-All state changes go through the registry. Callers hold the same lock as steps, so no step runs at
-the same time unless a background capture releases the lock. A graph is released only after the work
-in flight has finished.
+All state changes go through the registry. Callers hold the lock that each step holds, so no step
+runs during a call unless a background capture releases the lock. A graph is released only after the
+work in flight has finished.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Attempt:
     Attributes:
         captured: Captured key; None if the capture failed.
         problem: Error of the capture; None if it succeeded.
-        lost: Keys whose graphs were evicted to free memory, by member of the pool's group.
+        lost: For each member of the pool's group, the keys whose graphs were evicted to free
+            memory.
     """
 
     captured: CapturedKey | None
@@ -92,8 +93,7 @@ class Lifecycle:
         modes: Runtime modes that can be captured.
         counters: Counters in which captures are counted.
         lazy: Whether to capture keys on demand.
-        capture_after: Number of steps that must request a key to capture it lazily, including the
-            step that captures it.
+        capture_after: Number N. A key is captured lazily at the Nth step that requests it.
 
     Attributes:
         graphs: Live graphs of the lane.
@@ -224,12 +224,13 @@ class Lifecycle:
 
         Args:
             key: Key to capture.
-            max_pause_us: Longest acceptable delay of a step, in microseconds.
+            max_pause_us: Longest acceptable pause of steps, in microseconds.
             between_operators: Whether steps may run between operators of the captured step.
 
         Returns:
-            The problem and the pauses longer than ``max_pause_us``. The problem is the error of a
-            failed capture, the reason for skipping the key, or None if the key was captured.
+            The problem, and the pauses of steps that exceeded ``max_pause_us``. The problem is the
+            error of a failed capture, the reason for skipping the key, or None if the key was
+            captured.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -269,7 +270,7 @@ class Lifecycle:
         besides its outputs.
 
         Returns:
-            The pauses of other steps longer than ``max_pause_us``; at most one.
+            The pause that the warmup caused for steps, if it exceeded ``max_pause_us``.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -352,7 +353,7 @@ class Lifecycle:
         if is_captured or reason:  # the key may have been captured after the plan was created
             return reason
         self._try(key, evict=True, sample=sample, is_awaited=True)
-        # Separate from the capture, which must not fail if the warning is raised as an error.
+        # Warn outside the capture, which must not fail if the warning is raised as an error.
         self._budget.warn_of_churn()
         return ""
 
@@ -379,7 +380,7 @@ class Lifecycle:
 
         Args:
             reason: Reason why the step runs eager.
-            missed: Keys without a graph that could have served the step.
+            missed: Keys that could have served the step but have no graph.
         """
         if self.is_frozen:
             return None
@@ -447,9 +448,9 @@ class Lifecycle:
     def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
         """Run a proof and return its result, or None if the proof is skipped or raises.
 
-        If the proof raises, the graph is disabled. The proof is skipped during a background
-        capture, or if modes (autocast, training) or values built into the graph have changed since
-        it was captured. A later call can run the proof.
+        If the proof raises, the graph is released and its keys are marked as failed. The proof is
+        skipped during a background capture, or if modes (autocast, training) or values built into
+        the graph have changed since it was captured. A later call can run the proof.
         """
         if not self._lane.group.turns.may_capture() or not self._capturer.is_current(step):
             return None
@@ -472,8 +473,8 @@ class Lifecycle:
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
         """Return why a batch would run eager even if a key had a graph; empty if it would not.
 
-        The reason is taken from another graph of the family. If it is not empty, a lazy runner
-        skips the capture.
+        The reason is taken from the graph of a key that differs only in size. If there is a reason,
+        a lazy runner skips the capture.
         """
         if num_tokens == key.num_tokens:
             return ""
@@ -504,9 +505,9 @@ class Lifecycle:
     def measure_values(self, captured: CapturedKey, num_tokens: int) -> None:
         """Measure the Python values that a step returns for a number of rows.
 
-        If the step cannot run with this number of rows, its graph is disabled. Nothing is measured
-        if modes (autocast, training) or values built into the graph have changed since it was
-        captured, because steps then do not replay it.
+        If the step cannot run with this number of rows, the graph is released and its keys are
+        marked as failed. Nothing is measured if modes (autocast, training) or values built into the
+        graph have changed since it was captured, because steps then do not replay it.
         """
         if not self._capturer.is_current(captured):
             return
@@ -517,7 +518,7 @@ class Lifecycle:
             self.graphs.fail_step(captured, f"{problem.reason}: {problem}")
 
     def replaced(self, captured: CapturedKey) -> str:
-        """Invalidate the graphs if a value built into them was replaced.
+        """Invalidate all graphs if a value built into one of them was replaced.
 
         Returns:
             The reason why steps run eager; empty if no value was replaced.
@@ -688,7 +689,7 @@ class Lifecycle:
             self._budget.check(key, captured, evict=evict)
         except Exception as error:  # noqa: BLE001 - an error in the step fails only this key
             # Frames refer to tensors, so a stored error with its traceback would keep memory of
-            # graphs alive. If the error refers to its own frame, only the garbage collector would
+            # graphs alive. If such a frame refers to the error, only the garbage collector would
             # free that memory.
             problem = as_capture_error(error, key)  # reads the line from the traceback
             clear_traceback(error, handled)
@@ -699,7 +700,7 @@ class Lifecycle:
         return _Attempt(captured, None, lost)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
-        """Return further sizes that the step can run at, preferably of the key's family."""
+        """Return the other sizes in the key's family, or all other sizes if it has none."""
         alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
         alike.discard(key.num_tokens)
         return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})

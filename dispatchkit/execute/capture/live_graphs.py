@@ -146,6 +146,6 @@ class LiveGraphs:
         if any(one is step for one in self.by_key().values()):
             return
         step.lane.synchronize()
-        step.lane.forget_plans()  # cached views of plans would keep the outputs alive
+        step.lane.forget_plans()  # views cached in plans would keep the outputs alive
         with step.lane.measuring("driver"):
             step.release()

@@ -24,7 +24,7 @@ class PacedRun(DispatchMode):
     """Dispatch mode that notifies a pacer of each finished operator.
 
     Args:
-        pacer: Pacer that lets steps run when the lock has been held long enough.
+        pacer: Pacer that lets steps run if the capture has held their lock for long enough.
         part: Phase of the capture.
         lane: Lane whose stream is synchronized after each operator. If steps ran after an operator,
             the stream also waits for them, because steps and captures may share the workspace of a

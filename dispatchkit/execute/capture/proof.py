@@ -2,32 +2,32 @@
 
 A graph computes its whole bucket, and the caller receives the first rows. These rows equal those of
 an eager run under two conditions. No row may depend on later rows or on the number of rows, and row
-i of each output must belong to row i of the batch. Therefore each new graph is replayed on three
-rows of noise, followed once by more noise and once by fill values. Both replays must return bitwise
-equal results for the three rows, unless repeated replays of the same rows differ as well. The step
-also runs eager on one row and on three rows. Its results must have the layout of the graph's
-results, and must equal them within rounding.
+i of each output must belong to row i of the batch. Therefore each new graph is replayed twice on
+the same three rows of noise. The other rows contain noise in the first replay, and fill values in
+the second. Both replays must return bitwise equal results for the three rows, unless repeated
+replays of the same rows differ as well. The step also runs eager on one row and on three rows. Its
+results must have the layout of the graph's results, and must equal them within rounding.
 
 Comparing the two replays detects dependencies that a comparison with eager misses. A few more rows
 often change a mean or an attention weight by less than the difference between two kernels. The
 comparison with eager detects dependencies that replays miss: in ``x / x.shape[0]``, the number of
 rows is built into the graph. Three rows leave most of the bucket to padding, and do not fill a
-block of two or four rows. The eager results are valid for all sizes, so each graph costs only two
+block of two or four rows. The eager results are valid for all sizes, so most graphs cost only two
 replays.
 
 Some steps depend on padding only if the padding is negative, above 1 or larger than all other rows.
 Noise therefore has both signs, and differs in magnitude between the first three rows and later
 rows. Noise is limited to 0..1 if numbers outside this range may be invalid. This is the case if an
-operation of the warmup draws with probabilities, asserts, is not part of torch, or converts
+operation of the warmup samples from given probabilities, asserts, is not part of torch, or converts
 floating-point numbers to integers (numbers below 1 become index 0, which is valid). Noise is also
 limited if numbers outside 0..1 lead to a non-finite result of an eager run or a replay, for example
 through a logarithm or an overflow.
 
 An input whose fill value hides positions is treated as a mask that is added to scores. The mask is
-set to zero, so all positions are visible. With noise, a step that hides positions with nonzero
-values would hide every position.
+set to zero, so all positions are visible. If the mask contained noise, a step that hides every
+position with a nonzero mask value would hide all positions.
 
-Integers and booleans are not randomized, because a random slot could overwrite the row of a
+Integer and bool inputs are not randomized, because a random slot could overwrite the row of a
 session. They contain fill values, and each graph is proven again with the integers of a padded
 call. This is the call that requested the capture, or the first call whose integers differ from the
 fill values.
@@ -70,7 +70,7 @@ _OPEN_CALLS: Final = 8
 _EAGER_ROWS: Final = (1, 3)
 #: Number of rows that are compared at each end of a batch.
 _KEPT_ROWS: Final = 16
-#: Smallest tolerance for the relative difference between two kernels, in the norm of an output.
+#: Smallest tolerance for the norm of a difference, relative to the norm of the expected results.
 _TOLERANCE: Final = 2e-2
 #: Tolerated relative difference, as a multiple of the largest ``eps`` that the step computes with.
 _ROUNDINGS: Final = 16
@@ -182,7 +182,7 @@ class RowProver:
         """Prove, with noise and fill values, that padding does not change the rows of a graph.
 
         Args:
-            captured: Captured key whose outputs can be cut.
+            captured: Captured key whose outputs can be cut to the rows of a batch.
             snapshot: Snapshot of the state that the step changes. The caller restores it.
             sizes: Numbers of rows at which the step is known to run.
 
@@ -192,7 +192,7 @@ class RowProver:
         key, layout = captured.key, captured.layout
         eager = self._known(key, _counts_below(key, sizes))
         if not eager:
-            return RowProof()  # no smaller batch runs eager, so no call is padded
+            return RowProof()  # the step cannot run at a smaller size, so no call is padded
         problems = {count: one.mismatch(layout, count) for count, one in eager.items()}
         if problem := problems[max(eager)]:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, problem)
@@ -326,8 +326,9 @@ class RowProver:
             trial: Trial that repeats the replay.
             kept: Indices of the copied rows.
             is_same: Whether each copied row must stay the same.
-            before: Copies of the rows before other rows or the row count changed.
-            after: Copies of the rows after other rows or the row count changed.
+            before: Copied rows of the first replay.
+            after: Copied rows of the replay with other contents in some rows, or with another row
+                count.
         """
         layout = trial.captured.layout
         repeats = _Repeats(lambda: (trial.whole(kept),))
@@ -706,7 +707,7 @@ class _Rows:
         self._held = 0
 
     def mark_filled_after(self, count: int) -> None:
-        """Record that a transport has filled the rows after the first ``count`` rows."""
+        """Record that the rows after the first ``count`` rows contain fill values."""
         self._held = min(self._held, count)
 
     def end(self) -> None:
@@ -746,7 +747,7 @@ class _Trial:
         self._lane, self._warmups = lane, warmups
 
     def before(self, name: str) -> torch.Tensor | None:
-        """Return the contents that a state had before the trial, by name; None if unknown."""
+        """Return the contents of the named state before the trial; None if unknown."""
         lent = self.rows.lent
         if lent is not None and name in lent.saved:
             return lent.saved[name]
@@ -793,7 +794,8 @@ class _Trial:
 
         Args:
             kept: Indices of the rows to copy.
-            changed: Flags of the rows that are replaced before the replay.
+            changed: Boolean mask over the rows of the batch; True for rows to replace before the
+                replay. By default, no row is replaced.
             num_real: Row count passed to the graph; by default the size of the batch.
 
         Returns:
@@ -882,7 +884,7 @@ def _head_of(key: GraphKey) -> int:
 
 
 def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
-    """Return the numbers of rows to run eager for a key, in order; empty if none is smaller.
+    """Return the numbers of rows to try in eager runs, in order; all are below the key's size.
 
     Args:
         key: Key to capture.
@@ -937,7 +939,7 @@ def _is_added_mask(spec: StaticInput) -> bool:
 def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Rows) -> None:
     """Fill an input with noise from a new random generator.
 
-    Rows have several magnitudes, so that no attention weight vanishes relative to the largest.
+    Rows differ in magnitude, so that no attention weight vanishes relative to the largest.
     Unless noise is limited to 0..1, every fourth row is slightly larger than the previous row, for
     steps that compare rows or compute a maximum.
     """
@@ -1028,7 +1030,7 @@ def _is_chance(
     again: Iterable[tuple[torch.Tensor, ...]],
     rounding: float,
 ) -> bool:
-    """Return whether two results differ no more than repeated replays do.
+    """Return whether repeated replays can explain the difference between two results.
 
     Args:
         one: First result.

@@ -35,7 +35,7 @@ class CaptureReport:
     def __str__(self) -> str:
         """Return a summary with the first failed key and the first skipped key."""
         graphs = counted(self.num_graphs, "graph")
-        text = f"{graphs} captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
+        text = f"{graphs} captured in {self.seconds:.2f} s; all graphs use {self.num_bytes} bytes"
         for what, keys in (("failed", self.failed), ("skipped", self.skipped)):
             for key, reason in list(keys.items())[:1]:
                 which = ": " if len(keys) == 1 else ", first "

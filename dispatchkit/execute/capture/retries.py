@@ -10,8 +10,8 @@ from dispatchkit.registry import GraphEntry, KeyState
 
 #: Maximum number of capture attempts for a key.
 MAX_ATTEMPTS = 3
-#: Number of steps that would have used a failed key before it is retried. Each further failure
-#: quadruples this number.
+#: A failed key is retried after this number of steps that would have used it. Each further failure
+#: quadruples the number.
 RETRY_AFTER = 64
 
 

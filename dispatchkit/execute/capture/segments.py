@@ -33,7 +33,7 @@ from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import OperatorWrites, StorageSet, plain_tensor
 from dispatchkit.once import line_of_call
 
-#: Next steps in errors, if later segments cannot read the result of an eager function or operator.
+#: Advice in errors if later segments cannot read the result of an eager function or operator.
 _CONVERT_RESULT = "Convert the tensor inside the eager function."
 _CONVERT_OPERATOR = (
     "Put the operator and a conversion of its result into one function decorated with "
@@ -89,11 +89,11 @@ class ShapeRecorder:
         """Do nothing, because there are no segments."""
 
     def enter_block(self, line: str) -> None:
-        """Do nothing, because the capture rejects the block."""
+        """Do nothing, because the capture checks ``with eager_region():`` blocks."""
 
 
 class ArgumentHolder:
-    """Breaker for the memory measurement that keeps the same values alive as a capture would.
+    """Breaker that keeps values alive during a memory measurement, as a capture would.
 
     CUDA tensors are not kept alive, because the pool retains the memory of segments.
     """
@@ -119,7 +119,7 @@ class ArgumentHolder:
         """Do nothing, because there are no segments."""
 
     def enter_block(self, line: str) -> None:
-        """Do nothing, because the capture rejects the block."""
+        """Do nothing, because the capture checks ``with eager_region():`` blocks."""
 
 
 class SegmentRecorder:
@@ -307,7 +307,7 @@ class SegmentRecorder:
         return structure.build([one.value for one in stored])
 
     def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor that replays can use, even outside inference mode.
+        """Return an alias of a tensor for use in replays, even outside inference mode.
 
         The alias does not keep memory of segments alive, so that graphs of all sizes can reuse this
         memory. This is safe, because a replay writes the memory before a call reads it, and nothing
@@ -335,7 +335,7 @@ class SegmentRecorder:
         line: str,
         next_step: str,
     ) -> Result:
-        """Return the ``Result`` for one returned value, copied to fixed memory if necessary."""
+        """Copy a returned value to fixed memory if necessary, and return its ``Result``."""
         if not isinstance(leaf, torch.Tensor):
             return Result(leaf)
         if leaf.device != self._device or leaf.layout is not torch.strided:
@@ -459,7 +459,7 @@ def _shapes(value: Any) -> tuple[Any, ...]:
 
 
 def _num_modes() -> tuple[int, int]:
-    """Return the number of active torch modes in this thread."""
+    """Return the numbers of active dispatch modes and function modes in this thread."""
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
 
 

@@ -65,8 +65,8 @@ class Warmups:
         state: Declared state of the step. Its tensors are saved before warmups and restored
             afterward.
         slots: State of sessions, or None. Dummy rows do not change this state.
-        state_limit_bytes: Maximum number of bytes of undeclared state to save around warmups, and
-            of all state and scratch to save around runs on real rows.
+        state_limit_bytes: Limit in bytes. During warmups, at most this much undeclared state is
+            saved. Before runs on real rows, at most this much state and scratch is saved in total.
         output_batch_dims: Declared batch dimensions of the outputs; ``DERIVED`` to measure them.
         warmups: Number of eager runs before each capture. The first run of each family is watched,
             and runs functions wrapped in torch.compile uncompiled. If the step calls compiled
@@ -122,8 +122,8 @@ class Warmups:
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
-        # Families whose writes are all known, with fill values (False) or with the integers of a
-        # call (True) as inputs.
+        # Families whose writes are all known, and whether the inputs were the integers of a call
+        # (True) or fill values (False).
         self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
@@ -228,7 +228,7 @@ class Warmups:
         return snapshot
 
     def state(self) -> dict[str, tuple[torch.UntypedStorage, torch.dtype]]:
-        """Return the storages except scratch that the step may change, with dtypes, by name."""
+        """Return, by name, the storage and dtype of state that the step may change."""
         scratch = {storage._cdata for storage in self._scratch}
         return {
             f"{what} {number}": (storage, dtype)
@@ -275,8 +275,9 @@ class Warmups:
             key: Key that runs; None for an eager step.
 
         Returns:
-            The cuts of the key. For an eager step, the cuts shared by all captured keys with the
-            same values of exact axes. None if the cuts were not measured, or if the keys disagree.
+            An ``AxisCut`` for each such dimension of the key's outputs. For an eager step, those of
+            the captured keys with the same values of exact axes. None if the dimensions were not
+            measured, or if these keys disagree.
         """
         if self._axes is None:
             return ()
