@@ -33,11 +33,11 @@ MAX_CACHING_PLANS = 2048
 
 
 class Chain:
-    """Orders the steps of different lanes that access the same memory.
+    """Orders steps that access the same memory but run on different lanes.
 
-    The chain contains steps that change state, unless ``disjoint_state`` is set, and graphs that
-    draw random numbers. These graphs share the device memory to which their seed and offset are
-    written before each replay.
+    Steps that change state belong to the chain, unless ``disjoint_state`` is set. Replays of graphs
+    that draw random numbers always belong to it: these graphs share the device memory to which
+    their seed and offset are written before each replay.
 
     Args:
         backend: The backend on which the lanes run.
@@ -55,7 +55,7 @@ class Chain:
         return any(graph.has_random_state for graph in graphs)
 
     def begin(self, lane: Lane) -> Stream | None:
-        """Make the lane's stream wait for the last step of the chain; return the stream."""
+        """Make ``lane.last_stream`` wait for the last step of the chain; return the stream."""
         stream = lane.last_stream
         if stream is not None:
             self._last.wait(stream)
@@ -73,7 +73,7 @@ class Lane:
     Args:
         group: The group that owns the pool and the stream.
         inputs: The declarations of the inputs.
-        num_rows: Number of rows in the buffers: the largest bucket, not the largest batch.
+        num_rows: Number of rows in the buffers; at least the largest bucket.
         row_count: Whether graphs read the number of real rows from device memory.
         inputs_at: Function that returns the declarations of the inputs for given buckets of the
             axes; None if no axis is a dimension of an input.
@@ -81,12 +81,13 @@ class Lane:
     Attributes:
         group: The group that owns the pool and the stream.
         index: Index of the lane in its runner.
-        chain: The order of steps that must not overlap; None for a single lane.
+        chain: The chain shared by all lanes of the runner; None for a single lane.
         tick: Number of steps so far, including eager steps. A graph stores the tick of its last
             use.
-        handle: Raw handle of the stream that ran the last step; None before the first step.
+        handle: Raw handle of ``last_stream``; None if the next step must call ``switch``.
         stream_argument: ``handle`` as an argument of driver calls.
-        last_stream: The stream that ran the last step; None before the first step.
+        last_stream: The stream on which static inputs or state were last used; None before the
+            first step.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Lane:
         self.stream_argument = ctypes.c_void_p(handle)
 
     def refill(self) -> None:
-        """Restore the initial contents of static inputs after their memory was lost."""
+        """Reset the static inputs and restore the row count, after sleep released their memory."""
         for buffers in self._by_shapes.values():
             buffers.refill()
         if self.row_count is not None:
@@ -198,9 +199,9 @@ class Lane:
             self.stream.synchronize()
 
     def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
-        """Connect the lane with the other lanes of its runner, before the first capture."""
+        """Connect the lane with its runner's other lanes; call before the first capture."""
         self.index, self.chain = index, chain
-        # Weak references, as for plans below, so that the lane is freed with its runner.
+        # Weak references, so that the lane is freed with its runner.
         self._peers = tuple(weakref.ref(peer) for peer in peers)
         if priority:
             self.group.use_priority(priority)
@@ -233,7 +234,7 @@ class Lane:
     def let_steps_run(self, part: str) -> bool:
         """Let other threads run steps between two phases of a background capture.
 
-        Do nothing outside background captures, and in those during which steps may not run.
+        Do nothing outside a background capture, or if steps may not run during the capture.
 
         Args:
             part: Name of the phase that has finished.
@@ -296,13 +297,13 @@ class Lane:
         return self.outputs.num_bytes + self.between.num_bytes
 
     def drop_outputs(self) -> None:
-        """Release the output memory, after the graphs that write it were destroyed."""
+        """Release the output memory; call after the graphs that write it are destroyed."""
         self.forget_plans()
         self.outputs.clear()
         self.between.clear()
 
     def measuring(self, part: str) -> AbstractContextManager[None]:
-        """Return a context that counts new driver memory in a ``part`` of the memory account."""
+        """Return a context that charges new driver memory to a ``part`` of the memory account."""
         memory = self.group.memory
         return nullcontext() if memory is None else memory.measuring(self.backend, part)
 

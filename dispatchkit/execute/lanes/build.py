@@ -96,9 +96,9 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 def _why_not_shared(work: Workload, number: int) -> str:
     """Return why the lanes cannot share a pool with other runners; empty if they can.
 
-    In a shared pool, steps of these lanes could overlap with steps of another runner, results could
-    be overwritten before they are read, or this runner's ``max_bytes`` would also limit the graphs
-    of other runners.
+    If such lanes shared a pool, their steps could overlap with steps of another runner, results
+    could be overwritten before they are read, or this runner's ``max_bytes`` would also limit the
+    graphs of other runners.
     """
     options = work.spec.options
     if number > 1:

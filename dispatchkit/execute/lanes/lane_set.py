@@ -172,7 +172,7 @@ class LaneCost:
 
 
 class InFlight:
-    """A step in flight with its inputs, shared by a lane and a future.
+    """The record of a step in flight, referenced by a lane and a future.
 
     Creating and destroying events takes longer than recording them. The event is therefore reused
     once neither the lane nor the future references this object.
@@ -206,7 +206,7 @@ class LaneQueue:
         self.index = index
         self.executor = executor
         self.stream: Stream = executor.lane.stream
-        # Owner of the memory that views refer to; weak, because futures may outlive the runner.
+        # The lane owns the memory of views. Weak reference, because futures may outlive the runner.
         is_view = executor.spec.outputs == "view"
         self.memory: weakref.ref[Lane] | None = weakref.ref(executor.lane) if is_view else None
         self.handle: int = self.stream.handle
@@ -274,7 +274,7 @@ class LaneSet(Sequence[Executor]):
     Args:
         executors: Executor of each lane.
         chooser: Lane chooser; None for a single lane.
-        placement: Lanes on which keys are captured.
+        placement: The lanes on which each key is captured.
         reader: Reader that binds and validates the inputs of steps.
         lock: Lock that is held while the host submits a step.
 

@@ -1,1 +1,1 @@
-"""Swap policies, decide steps before they run, and record steps while a runner serves."""
+"""Swap policies and record steps while a runner serves; decide steps before they run."""

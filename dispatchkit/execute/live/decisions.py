@@ -1,4 +1,4 @@
-"""DecisionRunner: run steps exactly as all ranks have decided."""
+"""DecisionRunner: decide steps first, then run them exactly as decided."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import KeyState
 
-# Number of rounds of captures before the swap fails. If weights were replaced or a byte budget is
-# exceeded, a capture may release graphs of the same round, which are captured again in the next.
+# Number of rounds of captures before the swap fails. If weights are replaced or a byte budget is
+# exceeded, a capture may destroy graphs of the same round. The next round captures them again.
 _MAX_ROUNDS = 3
 
 
@@ -95,7 +95,7 @@ class Swapper:
         return self._requests.requested_config
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return the runner's settings by their names in a settings file.
+        """Return the runner's settings, keyed as in a settings file.
 
         Plugin settings and costs are not included. Objects are represented by their names.
         """

@@ -19,7 +19,7 @@ from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
 
-#: Default value of each limit: the swap keeps the current limit. None would remove the limit.
+#: Default of the arguments for limits: keep the current limit. None removes the limit.
 UNCHANGED: Final[Any] = object()
 
 
@@ -58,7 +58,7 @@ class SwapRequests:
         return self._executor.spec.options.config
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return the runner's settings by their names in a settings file.
+        """Return the runner's settings, keyed as in a settings file.
 
         Plugin settings and costs are not included. Objects are represented by their names.
         """
@@ -154,7 +154,7 @@ class SwapRequests:
         """Return the configuration requested as a whole or by single settings.
 
         Raises:
-            ConfigError: The configuration is invalid or does not match the runner's inputs.
+            ConfigError: The configuration is invalid, or the runner cannot swap to it.
         """
         changes = {name: value for name, value in settings.items() if value is not None}
         if config is None:
@@ -174,7 +174,9 @@ class SwapRequests:
         has_others = config.axes and config.max_loras != self.requested_config.max_loras
         if config.axes != self.requested_config.axes or has_others:
             name = "max_loras" if config.axes == self.requested_config.axes else "axes"
-            hint = "Create a new runner, because its inputs and variants depend on this setting."
+            hint = (
+                "The runner's inputs and variants depend on this setting, so create a new runner."
+            )
             now, value = getattr(self.requested_config, name), getattr(config, name)
             problem = (
                 f"A swap cannot change {name} from {format_value(now)} to {format_value(value)}."

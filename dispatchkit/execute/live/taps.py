@@ -49,7 +49,7 @@ class StepTaps:
         self.watcher: StepWatcher | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Start recording the arguments of each step, replacing an earlier recording.
+        """Start recording the batch of each step; this replaces an earlier recording.
 
         See ``GraphRunner.start_recording``.
         """

@@ -218,7 +218,7 @@ class GraphMemory:
     def evict_idle_group(self, keep: PoolGroup) -> bool:
         """Evict all graphs of the pool that has been idle longest.
 
-        Pools whose lanes are running a step are skipped.
+        Pools whose lanes are in use by a step or a background capture are skipped.
 
         Args:
             keep: Group that needs the memory and is not evicted.
@@ -244,7 +244,8 @@ class GraphMemory:
 
         Args:
             backend: Backend whose device is measured.
-            part: Part of the account: ``driver`` during captures, ``library`` during warmups.
+            part: Part of the account: ``driver`` while graphs are captured or destroyed,
+                ``library`` during warmups.
         """
         device = self._devices[backend.torch_device]
         before = device.outside()
@@ -366,7 +367,7 @@ class MemoryGroup:
 
     @classmethod
     def of(cls, given: Any) -> MemoryGroup | None:
-        """Return a group or None unchanged, or the default group of a memory.
+        """Return the default group of a ``GraphMemory``; return a group or None unchanged.
 
         Raises:
             ConfigError: ``given`` is not a group, a memory or None.
@@ -387,9 +388,10 @@ class MemoryGroup:
 def _clear_if_free(group: PoolGroup) -> bool:
     """Evict all graphs of a pool and return True, or return False if its lanes are in use.
 
-    The function does not wait for a step or a background capture of these lanes, because the thread
-    that runs it may be waiting for the calling thread. The lock is released even if a signal
-    handler raises between any two instructions.
+    The function does not wait for a step or a background capture of these lanes. Waiting could
+    cause a deadlock, because the thread that runs the step or capture may be waiting for the
+    calling thread. The lock is released even if a signal handler raises between any two
+    instructions.
     """
     lock = group.lock
     try:

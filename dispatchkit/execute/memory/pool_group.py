@@ -50,7 +50,7 @@ class SharedBudget(Protocol):
         ...
 
     def evict_idle_group(self, keep: PoolGroup) -> bool:
-        """Evict all graphs of the pool that has been idle longest; return whether there was one."""
+        """Evict all graphs of the longest-idle pool; return whether a pool was evicted."""
         ...
 
     def measuring(self, backend: GraphBackend, part: str) -> AbstractContextManager[None]:
@@ -82,14 +82,14 @@ class OrderedLane(Protocol):
     """Protocol for a lane in a group.
 
     Attributes:
-        handle: Raw handle of the stream that ran the lane's last step; None makes the next step
-            call ``order``.
+        handle: Raw handle of the stream on which the lane last used its static inputs or state;
+            None makes the next step call ``order``.
     """
 
     handle: int | None
 
     def refill(self) -> None:
-        """Fill the static inputs after their memory lost its contents."""
+        """Reset the static inputs and restore the row count, after sleep released their memory."""
         ...
 
     @property
@@ -132,14 +132,14 @@ class PoolGroup:
         name: Name of the pool in memory accounts.
         memory: Shared budget that the pool counts toward, or None.
         is_open: Whether more lanes may join.
-        turns: Turns to use for ``lock``, shared with other groups; created by default.
+        turns: The ``Turns`` of ``lock``, if other groups use the same lock; created by default.
         sleeper: Backend support for sleeping memory, or None if the memory need not sleep.
 
     Attributes:
         turns: Lock that steps share with background captures.
         pool: Current pool; replaced by ``start_pool``.
         stream: Stream for warmups, captures and submitted steps.
-        last_stream: Stream of the last step of any lane.
+        last_stream: Stream on which a lane last used its static inputs or state.
         idle_since: Number of the last check that found new steps (see ``record_use``).
         is_asleep: Whether the memory is temporarily released and must not be used.
         is_limited: Whether a budget in bytes applies. If so, unused memory is freed immediately.
@@ -202,7 +202,7 @@ class PoolGroup:
         self.check_awake()
         current = self.backend.current_stream()
         if self.last_stream is not None:
-            # This also waits for queued work on the old stream that reads views of outputs.
+            # Wait for all work queued on the old stream, because it may read views of outputs.
             current.wait_stream(self.last_stream)
         self.last_stream = current
         for other in tuple(self._lanes):
@@ -302,8 +302,8 @@ class PoolGroup:
     def clear(self) -> dict[PoolMember, list[GraphKey]]:
         """Evict all graphs and start a new pool; return the evicted keys of each member.
 
-        Evicting only some graphs would free almost no memory, because the graphs of a pool share
-        it.
+        Evicting only some graphs would free almost no memory, because all graphs of the pool share
+        its memory.
         """
         lost = {member: member.evict_all() for member in self.members}
         self.start_pool()
