@@ -215,11 +215,11 @@ class MemoryBudget:
         self.score: Callable[[CapturedKey], float] | None = None
 
     def update(self, limits: MemoryOptions) -> Mapping[PoolMember, list[GraphKey]]:
-        """Change the limits, and evict graphs until the rest fits.
+        """Change the limits, and evict graphs until the remaining graphs fit.
 
         Returns:
-            Keys whose graphs were released because the whole pool was released, for each member of
-            the pool. Some of these graphs may fit into a new pool.
+            If the pool was released, the keys that lost their graph, for each member of the pool;
+            otherwise empty. Some of the lost graphs may fit into a new pool.
         """
         self.limits = limits
         self._note_limit()
@@ -281,7 +281,7 @@ class MemoryBudget:
             evict: Whether idle pools of other runners may be evicted.
 
         Raises:
-            OverBudgetError: The graph needs more memory than forecast and exceeds a budget.
+            OverBudgetError: The graph needs more memory than expected and exceeds a budget.
         """
         limit = self.limits.max_bytes
         passed = _exceeded_budget(self._lane, limit, 0)

@@ -391,7 +391,7 @@ class Capturer:
 
     @contextmanager
     def _undone(self, key: GraphKey) -> Iterator[Snapshot]:
-        """Prepare the lane for a key, and restore state and Python state on exit.
+        """Prepare the lane for a key, and restore state on exit, including Python state.
 
         Raises:
             PythonChangedError: The step changed Python state.
@@ -462,8 +462,8 @@ class Capturer:
         compiled = self._warmups.compiled_code(key)
         name = (family_of(key), 0)
         draws = self._warmups.may_draw(key)
-        # Wait for the warmup's stream now. If a step waited for it during the capture, that step
-        # would become part of the capture.
+        # Wait for the warmup's stream now. If a step of another thread waited for it during the
+        # capture, that step would become part of the capture.
         self._lane.order()
         made = self._maker.capture(step, slots, admission, name, notes, compiled, draws=draws)
         path.attach(made.graph)

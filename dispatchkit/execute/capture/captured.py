@@ -277,7 +277,7 @@ class CapturedKey:
         row_values: Python values in the outputs, by number of rows and leaf index.
         own_bytes: Pool memory in bytes that no other graph can use while this graph lives.
         released: Whether the graphs were released and must not be launched.
-        last_used: Value of the lane's ``tick`` at the last launch.
+        last_used: Value of the lane's ``tick`` at the last launch; at the capture if not launched.
         hits: Number of launches since the capture.
     """
 

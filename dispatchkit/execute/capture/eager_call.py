@@ -83,8 +83,8 @@ class EagerCall:
         args: Positional arguments. Tensors are kept alive here, unless segments allocated them.
         kwargs: Keyword arguments, kept alive in the same way.
         line: File and line of the call.
-        around: Function that enters the contexts active at the call, such as autocast; None if no
-            context was active.
+        around: Function that returns a context manager for the contexts active at the call, such as
+            autocast; None if no context was active.
         results: Flattened results of the capture.
         structure: Structure of the results.
         written: Arguments that the call writes, each with its batch dimension.

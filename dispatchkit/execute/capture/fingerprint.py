@@ -109,7 +109,7 @@ def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _values_of(fn: Any) -> dict[str, Any]:
-    """Return the numbers and tensors that a function, method or callable object refers to."""
+    """Return the tensors, numbers, strings and dtypes that a callable refers to, by name."""
     found: dict[str, Any] = {}
     owner = fn if not hasattr(fn, "__code__") else getattr(fn, "__self__", None)
     if owner is not None and not isinstance(owner, torch.nn.Module):

@@ -283,7 +283,7 @@ class SharedOutputs:
             empty, all outputs stay there.
 
     Attributes:
-        outputs: Outputs in their final memory. The call itself returns None, because a backend
+        outputs: Outputs in their final memory. Calling the object returns None, because a backend
             would keep returned values alive.
     """
 
