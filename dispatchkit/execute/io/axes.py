@@ -1,10 +1,10 @@
 """Axes in the executor: validate their values, pad inputs along them and cut results.
 
 An axis is either a dimension of inputs (a sequence length, an image size) or a number that changes
-the behavior of the step. Inputs are padded along a dimension, up to the bucket, as their ``fill``
-declares. Results are cut to the value of the axis. Graphs are captured at buckets. A step whose
-signature includes the axis receives the bucket in a capture, and the exact value when it runs
-eager.
+the behavior of the step. Inputs with such a dimension are padded to the bucket with the values that
+their ``fill`` declares. Results are cut to the value of the axis. Graphs are captured at buckets. A
+step whose signature includes the axis receives the bucket in a capture, and the value of the call
+when it runs eager.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AxisInputs:
     """The inputs of a runner with axes.
 
     Args:
-        specs: Static inputs by name, whose shapes may name axes.
+        specs: Static inputs by name. Their shapes may contain axes.
         config: Configuration that declares the axes.
         device: Required device of the tensors in a call.
 
@@ -96,7 +96,7 @@ class AxisInputs:
         return bool(self._sizing)
 
     def at(self, values: Sequence[int]) -> InputSet:
-        """Return the input set for a value of each axis, in the order of the axes."""
+        """Return the input set for these axis values, one per axis in declared order."""
         name = tuple(values[index] for index in self._sizing)
         found = self._kept.get(name)
         if found is None:
@@ -116,7 +116,7 @@ class AxisInputs:
         )
 
     def describe_outside(self, call: AxisCall) -> str:
-        """Return the axis values of a call that no bucket can serve, and how to serve them."""
+        """Describe each axis value that no bucket can serve, and the bucket to add."""
         found = [
             f"Axis {axis.name!r} is {value}, but its buckets are "
             f"{', '.join(map(str, axis.buckets))}. "
@@ -169,10 +169,10 @@ class AxisInputs:
         return call
 
     def check(self, call: AxisCall) -> tuple[int, bool]:
-        """Validate a call like ``InputSet.check``, and pad its inputs to the axes' buckets.
+        """Validate a call as ``InputSet.check`` does, and pad its inputs to the axes' buckets.
 
         Raises:
-            InputError: An input has the wrong type, dtype, device or shape.
+            InputError: An input is invalid.
         """
         rows, readable = self.at(call.values).check(call.given)
         indices = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
@@ -223,7 +223,7 @@ class AxisInputs:
         Args:
             key: Key of the graph.
             outputs: Outputs at the buckets of the key.
-            run: Function that runs the step on inputs by name.
+            run: Function that runs the step with the given inputs and axis values, by name.
 
         Raises:
             CaptureError: The step fails at other buckets, or its outputs cannot be cut along an
@@ -290,15 +290,15 @@ def _dimensions(
                 )
     if problem:
         raise CaptureError(
-            f"When {axis.name} changes from {bucket} to {other}, {problem}, so the outputs for "
-            "padded inputs cannot be cut to their unpadded size. Declare the axis with exact=True.",
+            f"When {axis.name} changes from {bucket} to {other}, {problem}, so padded outputs "
+            "cannot be cut to their unpadded size. Declare the axis with exact=True.",
             reason="output_layout",
         )
     return cuts
 
 
 def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
-    """Return an input, padded to a larger shape as its ``fill`` declares.
+    """Pad an input to a larger shape with the values that its ``fill`` declares.
 
     Args:
         value: Tensor, or numpy array for a host input.

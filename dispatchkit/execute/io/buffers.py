@@ -158,7 +158,7 @@ class InputBuffers:
     def copy_overlapping(
         self, values: Sequence[Any], indices: Iterable[int] | None = None
     ) -> Sequence[Any]:
-        """Return a batch, with values that are stored in these buffers replaced by copies.
+        """Return a batch with copies instead of the values that are stored in these buffers.
 
         Otherwise, loading the batch into the buffers could overwrite a value before it is read.
 
@@ -271,8 +271,8 @@ class StaticBuffers:
 
     The buffer of a device input is a device tensor: write its first rows on the stream of the
     steps. The buffer of a host input is pinned memory: call ``wait()`` before writing its first
-    rows. Write all inputs before each step, because the buffers need not contain the inputs of
-    earlier calls.
+    rows. Write all inputs before each step, because the buffers may no longer contain the inputs of
+    earlier steps.
 
     Args:
         buffers: Buffers to expose.

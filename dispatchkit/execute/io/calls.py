@@ -19,8 +19,7 @@ class CallReader:
     Attributes:
         bind: Function that puts arguments into declared order.
         to_arrays: Function that converts host inputs to arrays.
-        check: Function that validates a call. It returns the number of rows and whether a copy
-            node can read the inputs directly, or raises InputError.
+        check: Function that validates a call (see ``InputSet.check``).
         axes: Inputs of a runner with axes, otherwise None.
         has_host: Whether any input is in host memory.
         is_special: Whether there are host inputs or axes, so that reading a call needs more than
@@ -40,8 +39,7 @@ class CallReader:
         """Return the bound inputs of a call and the two results of ``check``.
 
         Raises:
-            InputError: An input is missing, unknown or given twice, or has the wrong type, dtype,
-                device or shape.
+            InputError: An input is missing, unknown, given twice or invalid.
         """
         tensors = self.bind(args, inputs)
         if self.is_special:

@@ -29,8 +29,8 @@ from dispatchkit.execute.io.staging import StagingBuffers
 
 _logger = logging.getLogger(__name__)
 
-#: Size in bytes, at the bucket of the graph, of the largest device input that a node copies. For
-#: larger inputs, device time matters more than host time, and torch's copy kernel is faster.
+#: Maximum size of a device input that a node copies, in bytes at the graph's bucket. For larger
+#: inputs, device time matters more than host time, and torch's copy kernel is faster.
 MAX_BYTES = 256 << 10
 #: Maximum number of inputs of one node.
 MAX_INPUTS = 16
@@ -58,7 +58,7 @@ class InputPath:
         staging: Pinned memory that the graph copies host inputs from, or None.
         why_staged: Why ``staging`` is used.
         is_idle: Whether the node is disabled in the next launch.
-        node_problem: Why setting the node failed; empty if it never failed.
+        node_problem: The first failure to set the parameters of the node; empty if there was none.
     """
 
     buffers: InputBuffers
@@ -115,12 +115,15 @@ class InputPath:
         self.is_idle = True
 
     def record_node_failure(self, code: int) -> None:
-        """Record that setting the node failed, and warn the first time."""
+        """Record a failure to set the parameters of the node, and warn if it is the first."""
         if not self.node_problem:
             self.node_problem = f"the copy node failed with CUDA error {code}"
             _logger.warning(
-                "From now on, torch copies the inputs of a graph, which is slower: %s.",
-                self.node_problem,
+                "The copy node of the graph for %s failed with CUDA error %d. The inputs of this "
+                "call are copied without the node, which is slower. Later failures of the node are "
+                "not reported.",
+                counted(self.bucket, "row"),
+                code,
             )
 
     def __str__(self) -> str:

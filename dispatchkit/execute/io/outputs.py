@@ -3,9 +3,9 @@
 The batch dimension of an output is declared with ``output_batch_dims`` or measured by running the
 step at two sizes. The dimension whose size equals the number of rows in both runs is the batch
 dimension. A single run would not be enough, because another dimension may happen to have the same
-size. An output is *open* if two dimensions may be the batch dimension, or if the number of
-dimensions or the size of another dimension differs between the two runs. Open outputs cannot be
-cut, so the graph serves only batches that fill its bucket.
+size. An output is *open* in three cases: two dimensions may be the batch dimension, the two runs
+return different numbers of dimensions, or another dimension differs in size between the runs. Open
+outputs cannot be cut, so the graph serves only batches that fill its bucket.
 
 The graphs of a lane can share output memory, because a lane runs one step at a time.
 """
@@ -301,11 +301,11 @@ def check_batch_dims(value: Any, *, may_derive: bool = False) -> None:
 
 
 class SharedMemory:
-    """Output memory shared by the graphs of a lane, with one block per output slot.
+    """Output memory shared by the graphs of a lane, with one block per slot.
 
-    If the largest graph is captured first, the outputs of smaller graphs fit into its blocks. If a
-    later graph needs a larger block, the slot gets a new block, and earlier graphs keep the old
-    block alive.
+    A slot is any hashable value that identifies an output, usually its index. If the largest graph
+    is captured first, the outputs of smaller graphs fit into its blocks. If a later graph needs a
+    larger block, the slot gets a new block, and earlier graphs keep the old block alive.
 
     Args:
         device: Device of the memory.
@@ -379,8 +379,7 @@ def cut(
         layout: Layout of the leaves.
         leaves: Leaves computed at the bucket of the graph.
         num_rows: Number of real rows.
-        values: Python values measured at this number of rows, by index of the leaf that each one
-            replaces.
+        values: Python values measured at this number of rows, by index of the leaf to replace.
 
     Raises:
         CaptureError: A leaf has fewer rows than the call; reason ``output_layout``.

@@ -1,6 +1,6 @@
 """Staging buffers: pinned memory for host inputs, copied to the device by the graph itself.
 
-Graphs use them if their host inputs do not fit into a copy node (see ``input_path``). Steps that
+Graphs use them if a copy node cannot copy their host inputs (see ``input_path``). Steps that
 consist of pieces or segments always use them.
 
 The pinned memory is one block with a region for each host input. A call writes its rows into the
@@ -10,14 +10,14 @@ copied whole, because each additional copy costs more time, on host and device, 
 bytes saves.
 
 The next call must not overwrite the block before the copy has run. An event recorded after the step
-shows when this is safe. Querying the event takes a quarter of a microsecond. If the previous step
-is still running, the call waits for it. Unless other work is queued, the device is then idle from
-the end of that step to the next launch.
+shows whether it has run. Querying the event takes a quarter of a microsecond. If the previous
+step is still running, the call waits for it. Unless other work is queued, the device is then idle
+from the end of that step to the next launch.
 
-Measured on one H200 (torch 2.11) with inputs of 512 rows, one copy adds nothing to a launch of
-3.2 us, 3 copies add 2.5 us, and 8 copies add 8.6 us. Instead of recording an event, the graph could
-copy a flag to the host after its inputs. In a test, the flag made steps 10 us slower on the device.
-In one run, the host read the flag too early, and 5 of 100 steps were wrong.
+On one H200 (torch 2.11), with inputs of 512 rows, one copy adds nothing to a launch of 3.2 us,
+3 copies add 2.5 us, and 8 copies add 8.6 us. A flag that the graph copies to the host after the
+inputs could replace the event. In a test, the flag made steps 10 us slower on the device. In one
+run, the host read it too early, and 5 of 100 steps were wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.execute.io.host_arrays import as_array
 from dispatchkit.execute.io.static_input import Allocate, StaticInput, allocate_default
 
-# Blocks up to this size are copied whole, regardless of the batch.
+# Blocks up to this size are copied whole, even for small batches.
 WHOLE_BLOCK_BYTES = 256 << 10
 # Alignment of the regions in bytes, equal to that of device allocations.
 _ALIGNMENT = 256

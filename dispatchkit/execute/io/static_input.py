@@ -42,7 +42,7 @@ LAST = "last"
 
 
 def axis_of(size: str) -> tuple[str, int]:
-    """Return the axis of a dimension such as ``"requests + 1"``, and its offset from the axis."""
+    """Split a dimension such as ``"requests + 1"`` into the name of the axis and the offset."""
     found = _OF_AXIS.fullmatch(size)
     if found is None:
         raise ConfigError(
@@ -94,9 +94,10 @@ class StaticInput:
             a number. For example, offsets of packed sequences have the dimension
             ``"requests + 1"``.
         dtype: Data type, as a torch dtype or its name.
-        fill: Value of padding rows in warmups, captures and replays. ``"last"`` repeats the last
-            value of the call, and is allowed only for unbatched inputs along an axis. For offsets
-            of packed sequences, ``"last"`` makes the padding sequences empty.
+        fill: Value of padding rows and of padding along axes, in warmups, captures and replays.
+            ``"last"`` repeats the input's last value along the axis. It is allowed only for
+            unbatched inputs that have an axis as a dimension. For offsets of packed sequences,
+            ``"last"`` makes the padding sequences empty.
         host: Whether calls pass the input in host memory, as a numpy array, a CPU tensor (pinned or
             not) or a list. The graph then includes the copy to the device.
     """
@@ -123,7 +124,7 @@ class StaticInput:
                 "fill",
                 self.fill,
                 f"a number that {self.dtype} can represent, or {LAST!r} for an unbatched input "
-                "along an axis",
+                "that has an axis as a dimension",
             )
 
     @property

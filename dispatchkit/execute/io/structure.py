@@ -1,8 +1,8 @@
 """Flatten results: pytree containers, and objects that contain tensors.
 
 A result may contain any value. Dataclasses, caches and other plain objects that contain tensors are
-flattened like containers, and each replay returns new objects, except for an object that the step
-keeps and returns every time. A value without tensors is a single leaf.
+flattened like containers. Each replay returns new objects, unless the step itself returns the same
+object every time. An object without tensors is a single leaf.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Structure:
         return tree_unflatten(whole, self.spec)
 
     def builder(self) -> Callable[[list[Any]], Any]:
-        """Return ``build``, or a faster equivalent for a leaf, flat tuple, list or dictionary."""
+        """Return ``build``, or a faster equivalent for simple structures."""
         spec = self.spec
         if self.objects:
             return self.build
@@ -126,7 +126,7 @@ class Structure:
         return not self.objects and spec.type is tuple and bool(is_flat)
 
     def with_kept_objects(self, one: Any, other: Any) -> Structure:
-        """Return this structure with kept objects marked, by comparing two results.
+        """Compare two results, and return this structure with kept objects marked.
 
         If both results contain the same object, the step keeps that object.
         """
@@ -202,7 +202,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_flattened(value: Any, around: tuple[int, ...]) -> bool:
-    """Return whether to flatten an object: it is plain and does not contain itself."""
+    """Return whether an object is plain and not nested in itself."""
     cls: Any = type(value)
     if isinstance(value, _IMMUTABLE) or callable(value) or id(value) in around:
         return False

@@ -63,7 +63,7 @@ class Transport(Protocol):
 
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
-    """Return the transport that copies batches of ``num_rows`` rows into a graph."""
+    """Return the transport for batches of ``num_rows`` rows."""
     # Use this transport even if the node has failed. No other transport disables the node, and an
     # enabled node would copy inputs of an earlier call.
     if path.node is not None:
@@ -144,7 +144,7 @@ class CopyTransport:
             buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
-        """Copy rows that the caller wrote to other memory, if any, and fill the padding rows."""
+        """Copy rows that are not yet in the graph's buffers, and fill the padding rows."""
         buffers, num_rows = self.buffers, self.num_rows
         if self._source is not None:
             self.load(self._source.copies(num_rows), readable=True)
@@ -160,7 +160,7 @@ class CopyTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows; do not mark the rows as filled."""
+        """Copy a batch; if ``fill``, also fill the padding rows, without marking them as filled."""
         if self._moves_host:
             values = self.buffers.inputs.to_tensors(values)
         if not fill:
@@ -255,7 +255,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows; do not mark the rows as filled."""
+        """Copy a batch; if ``fill``, also fill the padding rows, without marking them as filled."""
         self._staging.wait()
         for index, rows in self._rows:
             rows[...] = values[index]
@@ -423,7 +423,7 @@ class NodeTransport:
     def _copy_unreadable(self, values: Sequence[Any]) -> Sequence[Any]:
         """Copy tensors that the node cannot read directly; return the sources for the node.
 
-        Each copied tensor is replaced by its target buffer, which the node copies onto itself.
+        For a copied tensor, the source is its target buffer, which the node does not copy again.
         """
         are_readable = [_is_readable(value) for value in values]
         if all(are_readable):

@@ -9,8 +9,7 @@ def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of a device tensor; the alias does not own the memory.
 
     If only aliases of an output are kept, the allocator may reuse the memory for later graphs of
-    the pool. A CPU tensor is returned unchanged, because its freed memory could be returned to the
-    system.
+    the pool. A CPU tensor is returned unchanged, because the system may reclaim its freed memory.
     """
     if tensor.device.type != "cuda" or tensor.numel() == 0:
         return tensor
