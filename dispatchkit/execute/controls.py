@@ -40,7 +40,7 @@ from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
 
 _KEYS_HINT = "list(runner.registry) returns the runner's keys."
-#: Why a key has no graph (None if it has one), and the pauses that were too long.
+#: Why a key has no graph (None if it has one), and the pauses longer than ``max_pause_us``.
 _Captured = tuple[CaptureError | str | None, Sequence[LongPause]]
 
 
@@ -307,16 +307,17 @@ class Controls:
         Args:
             key: The key of the graph; it is declared if necessary.
             graph: An object whose ``replay()`` launches the graph on the current stream.
-            inputs: The tensors that the graph reads, by input name, with the key's number of rows.
+            inputs: The tensors that the graph reads, by input name. The size of each batch
+                dimension is the key's number of tokens.
             outputs: The padded outputs of the graph.
-            output_batch_dims: The batch dimensions of the outputs, as in ``BufferOptions``, but not
-                ``derived``.
+            output_batch_dims: The batch dimensions of the outputs. The allowed values are those of
+                ``BufferOptions.output_batch_dims``, except ``derived``.
             has_effect: Whether a replay changes anything besides its outputs.
 
         Raises:
             InputError: The tensors do not match the declared inputs at the size of the key.
             CaptureError: ``output_batch_dims`` does not match the outputs, or ``max_graphs`` is 0.
-            ConfigError: Another argument is invalid.
+            ConfigError: An argument is invalid.
         """
         _check_key(key)
         if not isinstance(inputs, Mapping):
@@ -369,7 +370,7 @@ class Controls:
                 member.lifecycle.graphs.clear()
 
     def invalidate(self, reason: str = "weights") -> int:
-        """Release all graphs because memory that they read was replaced; return the number of keys.
+        """Release all graphs because memory that they read was replaced.
 
         See ``GraphRunner.invalidate``.
         """
@@ -472,7 +473,7 @@ class Controls:
         if decision.key is not None and first.lane.group.is_asleep:
             return "ReplayError: the GraphMemory of the runner is asleep; call its wake() method"
         if decision.key is None and first.eager.strict and reason in DOWNGRADES:
-            return f"NoGraphError: the runner is strict, and the batch has no graph ({reason})"
+            return f"NoGraphError: the runner is strict, and no graph can run the batch ({reason})"
         return ""
 
     def _notes(
@@ -544,12 +545,14 @@ class Controls:
         return launch_path(self._first.work.backend, self._captured(key))
 
     def input_path(self, key: GraphKey) -> str:
-        """Return how a key's inputs are copied: ``node``, or ``copy:`` with the reason.
+        """Return how a key's inputs are copied.
 
-        With ``node``, a copy node of the graph copies the inputs. Before each launch, torch copies
-        the device inputs that the node does not support. If the node does not support the host
-        inputs, the graph copies them from pinned memory. The result then ends with ``staging:``
-        and the reason. If several lanes have the graph, the result is for the first of these lanes.
+        The result is ``node``, or ``copy:`` with the reason. With ``node``, a copy node of the
+        graph copies the inputs. Before each launch, torch copies the device inputs that the node
+        does not support. If the node does not support the host inputs, the graph copies them from
+        pinned memory. The result then ends with ``staging:`` and the reason; without device inputs,
+        it has no other part. If several lanes have the graph, the result is for the first of these
+        lanes.
 
         Raises:
             RegistryError: The key has no graph.

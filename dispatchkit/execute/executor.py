@@ -59,8 +59,8 @@ class Workload:
         axes: The inputs for all axis buckets; None without axes.
         slots: Name of the input with slots, and the state of the slots; None without slots.
         step: The step, with its pieces and the inputs that each piece receives.
-        guard: Reader of the modes that affect a capture (autocast, training).
-        config: Sizes, limits and modes. The mode may be a downgrade of the requested mode.
+        guard: Guard on autocast, training flags and weight addresses.
+        config: Sizes, limits and the mode, which may be a downgrade of the requested mode.
         mode_reasons: Reasons for the downgrade of the mode; empty without a downgrade.
     """
 

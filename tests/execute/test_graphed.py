@@ -176,7 +176,7 @@ def test_settings_are_refused_before_a_call():
     with pytest.raises(ConfigError, match="inputs must be omitted"):
         graphed(lambda x: x, inputs={})
     for example in (3, torch.ones(2)):
-        with pytest.raises(ConfigError, match=r"example must be a tuple with .*\(x,\)"):
+        with pytest.raises(ConfigError, match=r"example must be a tuple or list .*\(x,\)"):
             graphed(lambda x: x, example=example)
     with pytest.raises(ConfigError, match=r"list of whole numbers, such as \[8, 16\], got 4"):
         graphed(lambda x: x, sizes=4)(torch.ones(2))

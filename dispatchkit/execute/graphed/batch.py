@@ -1,10 +1,10 @@
 """Guess the batch dimension of each tensor of a call.
 
 By default, the batch dimension is dimension 0 of the first tensor, and of each tensor with the same
-size there. For recurrent states, whose dimension 0 counts layers, it is dimension 1. The first
-tensor is treated as a time-first sequence if its size in dimension 1 recurs in another tensor, but
-its size in dimension 0 does not. The batch dimension of all batched tensors is then dimension 1. A
-guess may be wrong, so each capture checks it.
+size there. For recurrent states, whose dimension 0 counts layers, it is dimension 1. If these rules
+find a batch dimension only in the first tensor, but another tensor has the same size in dimension 1
+as the first, the first tensor is treated as a time-first sequence. The batch dimension of all
+batched tensors is then dimension 1. A guess may be wrong, so each capture checks it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _dim_of(tensor: torch.Tensor, rows: int) -> int | None:
 def _is_time_first(
     first: torch.Tensor, tensors: Sequence[torch.Tensor], may_follow: Sequence[bool]
 ) -> bool:
-    """Return whether the first tensor shares the size of dimension 1, but not of 0, with others."""
+    """Return whether the first tensor of a call is treated as a time-first sequence."""
     others = [one for one, may in zip(tensors, may_follow, strict=True) if may and one is not first]
     if first.dim() < 3 or not others:
         return False

@@ -1,9 +1,8 @@
 """Choose buckets for an undeclared axis: powers of two at first, later planned for observed sizes.
 
 A plan minimizes padding without using more buckets than before, so it needs no additional graphs.
-New buckets invalidate all graphs of a form of calls, that is, of calls that differ only in the
-sizes of the batch and axes. Buckets are therefore planned at most twice, and a plan is used only if
-it saves enough padding.
+New buckets invalidate all graphs of a form of calls. Buckets are therefore planned at most twice,
+and a plan is used only if it saves enough padding.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-#: The smallest bucket of an axis.
+#: The smallest bucket of an axis before buckets are planned.
 MIN_BUCKET: Final = 16
-#: Buckets extend to this multiple of the largest size, to add buckets rarely: each addition
-#: invalidates graphs.
+#: Buckets extend to this multiple of the largest size, so that buckets are rarely added. Each
+#: addition invalidates graphs.
 _HEADROOM: Final = 4
 #: Numbers of calls after which buckets are planned.
 _PLAN_AFTER: Final = (512, 8192)
-#: A plan is used if it reduces the computed positions, including padding, to at most this fraction.
+#: A plan is used if it reduces the number of computed positions, including padding, to at most this
+#: fraction of the current number.
 _MAX_PLANNED_RATIO: Final = 0.85
 #: Granularity of counted sizes and planned buckets.
 _STEP: Final = 8
@@ -85,7 +85,7 @@ class Buckets:
 
 
 def plan_buckets(counts: Mapping[int, int], num_buckets: int) -> tuple[int, ...]:
-    """Return the buckets that minimize padding; they include the largest size.
+    """Return the buckets that minimize padding; the largest one fits all sizes.
 
     Args:
         counts: Number of calls by size.

@@ -26,7 +26,7 @@ _facts_with_grad_of: Callable[[Any], Any] = attrgetter("shape", "dtype", "device
 
 
 class CallCache(Generic[_T]):
-    """A cache of one value per kind of call.
+    """A cache with one value for each cache key.
 
     torch's tensor guards recognize a call in a third of the time it takes to compute its key. The
     key is used only if the guards do not match.
@@ -34,7 +34,8 @@ class CallCache(Generic[_T]):
 
     def __init__(self) -> None:
         self._values: dict[Any, _T] = {}
-        # Guards, other properties and value of a call, by the shape of its first tensor.
+        # By the shape of a call's first tensor: guards on the call's tensors, the properties that
+        # guards do not compare, and the value of the call.
         self._guarded: dict[Any, tuple[Callable[..., bool], tuple[Any, ...], _T | None]] = {}
 
     def get_guarded(

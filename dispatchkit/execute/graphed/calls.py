@@ -125,8 +125,8 @@ class _Route:
         num_rows: Number of rows in the batch.
         kind: Kind of the calls, as in ``_GradientProbe``.
         names: Keywords of the calls, in the order of the form's inputs.
-        types: Types of the tensors, which are not part of a cache key.
-        layouts: Layouts of the tensors, which are not part of a cache key.
+        types: Types of the tensors; a cache key does not contain them.
+        layouts: Layouts of the tensors; a cache key does not contain them.
     """
 
     form: Form
@@ -153,8 +153,8 @@ class GraphedCalls:
 
     Args:
         target: Module or function to run.
-        batch_dims: Batch dimension by tensor name, or one dimension for all tensors, with None for
-            unbatched tensors; ``DERIVED`` to derive the dimensions from calls.
+        batch_dims: One batch dimension for all tensors, or a dictionary by tensor name, in which
+            None marks an unbatched tensor. ``DERIVED`` derives the dimensions from calls.
         settings: Arguments of the runners, by name.
 
     Attributes:
@@ -190,7 +190,7 @@ class GraphedCalls:
         self.batch_dims = batch_dims
         self._families: dict[Any, Family] = {}
         self._forms: dict[Any, Form] = {}
-        # Forms and sizes of axes, by the shapes of calls without the batch dimension.
+        # Form and axis sizes of calls, by their properties other than the batch size.
         self._routes: dict[Any, tuple[Form, Mapping[str, int]]] = {}
         self._dims: dict[Any, list[int | None]] = {}
         self._cache: CallCache[_Analysis] = CallCache()
@@ -252,7 +252,7 @@ class GraphedCalls:
         """Queue a call on one of the lanes and return immediately.
 
         Raises:
-            InputError: The call has no graphs; the message contains the reason.
+            InputError: The call cannot run through graphs; the message contains the reason.
         """
         route, runner, tensors = self._route_or_raise(args, kwargs)
         self._calls += 1
@@ -262,7 +262,7 @@ class GraphedCalls:
         """Capture all sizes for the form of a call in advance; return the number of new graphs.
 
         Raises:
-            InputError: The call has no graphs; the message contains the reason.
+            InputError: The call cannot run through graphs; the message contains the reason.
         """
         route, runner, _ = self._route_or_raise(args, kwargs, for_result=False)
         form = route.form
@@ -490,8 +490,8 @@ class GraphedCalls:
             next_step = self._next_step(found, args, kwargs)
             raise InputError(
                 found,
-                f"The call has no graphs (reason: {found}). {next_step} To run the call eager, "
-                f"call the {self._noun} directly.",
+                f"The call cannot run through graphs (reason: {found}). {next_step} To run the "
+                f"call eager, call the {self._noun} directly.",
             )
         return found
 
@@ -634,13 +634,16 @@ class GraphedCalls:
             for at, value in enumerate(form.constants):
                 values.setdefault(at, set()).add(format_value(value))
         varied = [
-            f"tensor {name} was one of {_some(found)}"
+            f"tensor {name} differs between calls ({_some(found)})"
             for name, found in shapes.items()
             if len(found) > 1
         ]
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
-            varied.append(f"a value was one of {_some(found)} (pass it as a tensor)")
+            varied.append(
+                f"a value that is not a tensor differs between calls ({_some(found)}; pass it as a "
+                "tensor)"
+            )
         reached = f"The maximum of {counted(len(forms), 'form')} of calls has been reached"
         if not varied:
             return (
@@ -674,7 +677,7 @@ class GraphedCalls:
         return result
 
     def _record_address(self) -> None:
-        """Record the address of one tensor, which changes when the module is moved."""
+        """Record an address that changes when the module is moved."""
         self._read_address = int if self.module is None else address_reader(self.module)
         self._address = self._read_address()
 

@@ -167,7 +167,7 @@ class Form:
         return any(lane.warmups.is_pure(key) for lane, key in self._captured())
 
     def run_on(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Call the target without graphs, on other tensors."""
+        """Call the target on the given tensors, without graphs."""
         leaves = list(self.constants)
         for at, one in zip(self._places, tensors, strict=True):
             leaves[at] = one

@@ -90,8 +90,8 @@ def graphed(
         batch_dims: Batch dimension of all tensors, or a dictionary by parameter name, with None for
             unbatched tensors. Tensors of a nested argument are named ``name_0``, ``name_1`` and so
             on. By default, dimension 0 is the batch dimension of the first tensor, and of all
-            tensors that always have the same size there. For recurrent states and time-first
-            sequences, the default is dimension 1.
+            tensors that always have the same size in dimension 0 as the first. For recurrent states
+            and time-first sequences, the default is dimension 1.
         memory: ``GraphMemory``, or one of its groups, to share with other runners. By default, the
             graphs of all forms share a pool and the budget ``MemoryOptions.max_bytes``. This budget
             counts the same memory as the budget of a ``GraphMemory``.
@@ -105,7 +105,8 @@ def graphed(
         counters, runners, and methods such as ``capture``.
 
     Raises:
-        ConfigError: A setting is invalid, or the argument is not a module or a function.
+        ConfigError: A setting is invalid, or ``module_or_function`` is neither a module nor a
+            function.
         InputError: The call described by ``example`` cannot run through graphs.
     """
     refuse_moved(settings)
@@ -185,7 +186,8 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
         if dim is None or whole_number(dim) is not None or (dim is batch_dims and dim == DERIVED):
             continue
         allowed = (
-            f"the index of a dimension, None, {DERIVED!r}, or a dictionary keyed by tensor name"
+            f"the index of a dimension, None, {DERIVED!r}, or a dictionary that maps tensor names "
+            "to indices or None"
         )
         hint = "For example, pass {'x': 0, 'mask': None}."
         raise ConfigError("batch_dims", batch_dims, allowed, hint)
@@ -194,5 +196,5 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
 def _check_example(example: Any) -> None:
     # Sequence would accept a string.
     if example is not None and not isinstance(example, tuple | list | Mapping):
-        allowed = "a tuple with the arguments of a call, or a dictionary of them by name"
+        allowed = "a tuple or list of the arguments of a call, or a dictionary of them by name"
         raise ConfigError("example", example, allowed, "For a single argument, pass (x,).")

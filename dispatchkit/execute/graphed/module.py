@@ -80,7 +80,7 @@ def graphed_module(calls: GraphedCalls) -> Any:
     module = calls.target
     kind: Any = type(module)
     if isinstance(module, _Graphed):
-        hint = "Call the graphed module itself, or graph the original module."
+        hint = "Use the graphed module as it is, or pass the original module to graphed()."
         problem = "The module is already graphed."
         raise ConfigError("module", module, "not graphed yet", hint, message=problem)
     if hasattr(module, OWN_NAME):
@@ -88,7 +88,7 @@ def graphed_module(calls: GraphedCalls) -> Any:
             "module",
             f"{kind.__name__} with an attribute {OWN_NAME!r}",
             f"a module without an attribute {OWN_NAME!r}",
-            "Graph a function that calls the module: graphed(lambda x: module(x)).",
+            "Pass a function that calls the module: graphed(lambda x: module(x)).",
             message=f"{kind.__name__} already has an attribute {OWN_NAME!r}.",
         )
     made: Any = object.__new__(_class_of(kind))

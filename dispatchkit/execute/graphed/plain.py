@@ -1,8 +1,8 @@
 """PlainSteps: runs eager calls of a graphed target with little overhead.
 
-The work of a runner around an eager step can take longer than a small model. PlainSteps therefore
-only dispatches and counts a step. Steps that must be ordered among streams, measured or compared go
-through the runner, as do steps that retry a capture.
+If a model is small, the work of a runner around an eager step can take longer than the step.
+PlainSteps therefore only dispatches, runs and counts a step. Steps that must be ordered among
+streams, measured or compared go through the runner, as do steps that retry a capture.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Find dimensions that vary besides the batch, such as a sequence length, and test padding them.
 
 The calls of a family differ only in sizes. A dimension varies if its size differs between two of
-these calls. Dimensions that have equal sizes in each call form one axis. Calls are padded along an
-axis only after a proof that padding does not change their results.
+these calls. Varying dimensions form one axis if, in every call, all of them have the same size.
+Calls are padded along an axis only after a proof that padding does not change their results.
 
-The proof takes the first half of a call, pads it to the size of the call, and compares the results
-with those of the half alone. The half is padded twice: once with the fill value, and once with the
-second half of the call. The two padded results have equal sizes, so they are compared bit by bit.
-The comparison with the half alone must allow for rounding, so it could miss a small dependency.
+The proof takes the first half of a call along each axis, pads it to the size of the call, and
+compares the results with those of the half alone. The half is padded twice: once with the fill
+value, and once with the second half of the call. The two padded results have equal sizes, so they
+are compared bit by bit. The comparison with the half alone must allow for rounding, so it could
+miss a small dependency.
 
 Masks are padded both times with a value that hides positions. The value is found by trial: False or
-True for flags, 0 for masks of 0 and 1. Masks that are added to scores are padded with minus
+True for Boolean masks, 0 for masks of 0 and 1. Masks that are added to scores are padded with minus
 infinity or the smallest finite number.
 """
 
@@ -161,8 +162,8 @@ class _Fill:
 
     Attributes:
         value: Number to fill the padding with.
-        hides: Whether the value may hide positions of a mask, so that values of the call cannot be
-            used as padding.
+        hides: Whether the tensor may be a mask in which this value hides positions. If so, the
+            proof does not pad the tensor with values of the call.
     """
 
     value: float
@@ -302,7 +303,7 @@ class Family:
         if proof.fills is None:
             self._is_refused = True
             names = {size for shape in axes.shapes for size in shape if isinstance(size, str)}
-            return f"padding {', '.join(sorted(names))} changes results: {proof.problem}"
+            return f"padding {', '.join(sorted(names))} is not possible: {proof.problem}"
         self._calls.append(shapes)
         self.axes, self.fills = axes, proof.fills
         return ""
