@@ -167,6 +167,35 @@ def test_an_account_knows_what_sleeps():
     assert memory.account()[0].pool_bytes > 0
 
 
+def test_an_account_knows_which_pools_woke_and_which_could_not():
+    class Full(TapeBackend):
+        is_full = False
+
+        def wake(self, pools):
+            if self.is_full:
+                raise ReplayError("no memory")
+            super().wake(pools)
+
+    memory = GraphMemory(sleeps=True)
+    roomy, full = (runner_of(network(), memory, backend=kind()) for kind in (TapeBackend, Full))
+    for runner in (roomy, full):
+        runner.capture()
+    groups = [runner.lanes[0].lane.group for runner in (roomy, full)]
+    assert groups[0] is not groups[1]
+    full.backend.is_full = True
+    memory.sleep()
+    released = [group.asleep_bytes for group in groups]
+    assert min(released) > 0
+    (device,) = memory._devices.values()
+    assert device.asleep_bytes == sum(released)
+    with pytest.raises(ReplayError, match="no memory"):
+        memory.wake()
+    assert device.asleep_bytes == released[1]
+    full.backend.is_full = False
+    memory.wake()
+    assert device.asleep_bytes == 0
+
+
 def test_it_is_refused_where_it_was_not_asked_for_or_cannot_be():
     with pytest.raises(ConfigError, match="invalidate"):
         GraphMemory().sleep()

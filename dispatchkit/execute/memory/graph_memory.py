@@ -118,16 +118,18 @@ class GraphMemory:
                 message="The memory cannot sleep, because it was created without sleeps=True.",
             )
         total = 0
-        for group in self._groups():
-            if _is_held_here(group.lock):
-                raise ReplayError(
-                    "sleep() was called inside a step that uses the memory. Call it after the step."
-                )
-            with group.lock:
-                group.turns.wait()
-                num_bytes = group.sleep()
-                self._devices[group.backend.torch_device].asleep_bytes += num_bytes
-                total += num_bytes
+        try:
+            for group in self._groups():
+                if _is_held_here(group.lock):
+                    raise ReplayError(
+                        "sleep() was called inside a step that uses the memory. Call it after the "
+                        "step."
+                    )
+                with group.lock:
+                    group.turns.wait()
+                    total += group.sleep()
+        finally:
+            self._count_asleep()
         return total
 
     def wake(self) -> None:
@@ -141,11 +143,20 @@ class GraphMemory:
             ReplayError: The device has too little free memory. Pools that could not be mapped stay
                 asleep; free memory and call ``wake`` again.
         """
-        for group in self._groups():
-            with group.lock:
-                group.wake()
-        for device in tuple(self._devices.values()):
-            device.asleep_bytes = 0
+        try:
+            for group in self._groups():
+                with group.lock:
+                    group.wake()
+        finally:
+            self._count_asleep()
+
+    def _count_asleep(self) -> None:
+        """Update the number of sleeping bytes of each device."""
+        groups = self._groups()
+        for name, device in tuple(self._devices.items()):
+            device.asleep_bytes = sum(
+                group.asleep_bytes for group in groups if group.backend.torch_device == name
+            )
 
     @property
     def is_asleep(self) -> bool:

@@ -142,6 +142,7 @@ class PoolGroup:
         last_stream: Stream on which a lane last used its static inputs or state.
         idle_since: Number of the last check that found new steps (see ``record_use``).
         is_asleep: Whether the memory is temporarily released and must not be used.
+        asleep_bytes: Number of bytes that ``sleep`` released; 0 if the memory is not asleep.
         is_limited: Whether a budget in bytes applies. If so, unused memory is freed immediately.
     """
 
@@ -162,6 +163,7 @@ class PoolGroup:
         self.is_open = is_open
         self._sleeper = sleeper
         self.is_asleep = False
+        self.asleep_bytes = 0
         self.stream: Stream = backend.new_stream()
         self.pool: Any = self._new_pool()
         # Pool of static inputs and outputs.
@@ -251,7 +253,8 @@ class PoolGroup:
             lane.handle = None  # makes the next step call ``order``
         self.backend.synchronize()  # if this raises, nothing sleeps
         self.is_asleep = True  # first, because an exception may leave some of the memory asleep
-        return self._sleeper.sleep(self._sleeping())
+        self.asleep_bytes = self._sleeper.sleep(self._sleeping())
+        return self.asleep_bytes
 
     def wake(self) -> None:
         """Map the memory again and reset static inputs; requires the lock.
@@ -265,6 +268,7 @@ class PoolGroup:
         for lane in tuple(self._lanes):
             lane.refill()
         self.backend.synchronize()  # because the next step may be on any stream
+        self.asleep_bytes = 0
         self.is_asleep = False  # last, so that an exception leaves no static input without fill
 
     def check_awake(self) -> None:
