@@ -45,8 +45,8 @@ class PackedRunner:
     Raises:
         ConfigError: The runner is not a GraphRunner (a RankedRunner is not supported), does not
             return owned outputs, or does not have ``items`` as its only axis. The error is also
-            raised if the rows of an input are neither tokens nor items, or if ``results`` is
-            invalid.
+            raised if the rows of an input are neither tokens nor items, if no input has tokens as
+            rows, or if ``results`` is invalid.
 
     Thread safety: as for the runner.
     """

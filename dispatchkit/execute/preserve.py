@@ -25,7 +25,7 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
             if a captured graph keeps that memory alive.
     """
     state = runner.spec.state
-    runner.backend.synchronize()  # steps in flight on other streams belong to the state
+    runner.backend.synchronize()  # steps in flight on other streams may still write state
     snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)
     for storage in StorageSet(state.tensors):
         snapshot.save(storage)

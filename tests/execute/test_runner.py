@@ -271,7 +271,7 @@ def test_the_error_of_a_failed_capture_is_a_sentence_of_its_own():
 
     runner = GraphRunner(step, {"x": StaticInput((None,), "float32")}, sizes=(4,), backend="tape")
     runner.capture()
-    with pytest.warns(EagerStepWarning, match=r"boom\. Warned once"):
+    with pytest.warns(EagerStepWarning, match=r"boom\. This warning is issued once"):
         runner(torch.ones(3))
 
 

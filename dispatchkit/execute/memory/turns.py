@@ -1,10 +1,10 @@
 """Turns: let steps of other threads run during a background capture.
 
 Steps and captures hold the lock of their pool's group, so a step usually waits for a whole capture.
-A background capture releases the lock between its phases (warmup, capture, and each replay that
-checks the effect of padding). It also releases the lock while the driver instantiates the graph
-and, if requested, between operators. This is safe if the runs of the capture do not affect steps;
-see ``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
+A background capture releases the lock between its phases (warmup, memory measurement, capture, and
+each run of the row proof). It also releases the lock while the driver instantiates the graph and,
+if requested, between operators. This is safe if the runs of the capture do not affect steps; see
+``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
 finishes before a step may run, and the next phase waits for that step.
 
 During a background capture, steps on the same device neither capture nor evict. A step that did so
@@ -32,7 +32,7 @@ GAP_S: float = 100e-6
 
 @attrs.frozen
 class LongPause:
-    """A pause of steps that exceeded the limit, caused by a background capture.
+    """A pause of steps, longer than ``max_pause_us``, during a background capture.
 
     Attributes:
         key: Name of the captured key.
@@ -187,7 +187,7 @@ class Pacer:
         self._is_released = False
 
     def resume(self) -> None:
-        """Start measuring a pause, because this thread has acquired the lock."""
+        """Start measuring the next pause."""
         self._since = time.perf_counter()
 
     def finish(self) -> None:
@@ -237,7 +237,7 @@ class Pacer:
         elapsed = time.perf_counter() - self._since
         operators, self._operators = self._operators, []
         if elapsed > self._limit_s:
-            between = f"from {operators[0]} to {operators[-1]}" if operators else ""
+            between = f"operators {operators[0]} to {operators[-1]}" if operators else ""
             self.pauses.append(LongPause(self._key, part, elapsed * 1e6, between, is_free))
 
 

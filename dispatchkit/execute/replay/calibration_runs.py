@@ -1,4 +1,4 @@
-"""CalibrationRuns: time steps for a learning policy after a capture."""
+"""CalibrationRuns: measure steps for a learning policy after a capture."""
 
 from __future__ import annotations
 

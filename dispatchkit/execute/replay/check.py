@@ -74,7 +74,7 @@ class Checker:
         self._every, self._snapshot, self._facts = number, snapshot, facts
         self._state = StateCheck(state, RELATIVE, ABSOLUTE)
         self._save_rows = save_rows
-        #: Whether eager steps are also recorded, which requires comparing every replay.
+        #: Whether the state that eager steps change is recorded; requires comparing every replay.
         self.notes_eager: bool = number == 1 and not self._is_first_alone
         # Captured keys compared so far: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedKey], ...] = (WeakSet(), WeakSet())

@@ -121,7 +121,10 @@ class StateCheck:
                     self._compare(name, want, want, old, is_padded=False)
 
     def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
-        """Describe a change in size, if any, and reset the record of changed elements."""
+        """Describe a change in size; empty if there is none.
+
+        A change in size or device resets the record of changed elements.
+        """
         changed = self._changed.get(name)
         before = old if changed is None else changed
         sizes = [one.numel() for one in (before, old, got, want)]

@@ -54,7 +54,7 @@ def noting(launch: LaunchCall, staging: StagingBuffers, lane: Lane) -> LaunchCal
 
 
 def in_turn(launch: LaunchCall, chain: Chain, lane: Lane) -> LaunchCall:
-    """Return a launch function that first waits for the last step of the chain."""
+    """Return a launch function that first makes the stream wait for the chain's last step."""
 
     def launch_in_turn(graph: Any, stream: Any) -> int | None:
         own = chain.begin(lane)

@@ -91,8 +91,8 @@ class EagerRunner:
         """Return whether an eager run only calls the step under ``torch.no_grad()``.
 
         This is not the case for a strict runner, in check mode, or if the call needs other work:
-        copying host inputs, cutting inputs along axes, filling ``row_count``, ordering changes to
-        state between streams, or enabling gradients.
+        copying host inputs, cutting inputs along axes, filling ``row_count``, waiting for
+        earlier steps that change the same state, or enabling gradients.
         """
         return (
             self._axes is None
@@ -193,15 +193,15 @@ class EagerRunner:
             is_frozen = self._lifecycle.is_frozen
             relax = "call freeze(strict=False)" if is_frozen else "set RunnerOptions(strict=False)"
             raise NoGraphError(
-                f"A step of {what} has no graph to run: {reason}. {have} To run these steps eager, "
+                f"A step of {what} has no graph to run: {reason}. {have} To run such steps eager, "
                 f"{relax}.",
                 reason=reason,
                 nearest=nearest,
             )
         warn_at_call(
             f"Steps run eager (reason: {reason}); the first had {what}. {have} "
-            "Warned once; runner.stats() counts these steps, and print(runner) shows the counts "
-            "for each graph.",
+            "This warning is issued once per reason; runner.stats() counts these steps, and "
+            "print(runner) shows the counts for each graph.",
             EagerStepWarning,
         )
 
@@ -214,7 +214,7 @@ class EagerRunner:
     def _next_step(
         self, reason: str, missed: GraphKey | None, tensors: Sequence[Any] | None
     ) -> str:
-        """Return the next step to suggest; for a refused or failed capture, return its error."""
+        """Return advice for a reason; after a refused or failed capture, return the error."""
         if reason == Reason.OUTSIDE_AXIS and isinstance(tensors, AxisCall) and self._axes:
             return self._axes.describe_outside(tensors)
         found = "" if missed is None else self._lifecycle.problem_of(missed)
@@ -233,8 +233,8 @@ class EagerRunner:
             warn_at_call(
                 f"{PADDED_DRAWS} The first such step had {counted(num_tokens, 'token')} and was "
                 f"padded to {counted(key.num_tokens, 'token')}. If different numbers matter, "
-                "capture the exact sizes, or draw outside the step. Warned once; runner.explain(n) "
-                "shows whether a batch of n tokens is affected.",
+                "capture the exact sizes, or draw the numbers outside the step. This warning is "
+                "issued once; runner.explain(n) shows whether a batch of n tokens is affected.",
                 PaddedDrawsWarning,
             )
 
@@ -304,8 +304,8 @@ class EagerRunner:
             warn_at_call(
                 f"The eager call at {different.line} returned a different result than in the "
                 f"capture ({different.problem}), so no graph can run this step of "
-                f"{counted(num_tokens, 'token')}. {_MAKE_CALLS_ALIKE} Warned once for each line; "
-                "runner.stats().differing_calls counts these calls.",
+                f"{counted(num_tokens, 'token')}. {_MAKE_CALLS_ALIKE} This warning is "
+                "issued once per line; runner.stats().differing_calls counts these calls.",
                 EagerStepWarning,
             )
         return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)
@@ -328,7 +328,7 @@ class EagerRunner:
         return result
 
     def _run_in_order(self, given: dict[str, Any], num_tokens: int) -> Any:
-        """Run the step in order with other steps that change the same state."""
+        """Run the step after earlier steps that change the same state."""
         if self._row_count is not None:
             given[self._row_count] = torch.full(
                 (), num_tokens, dtype=torch.int64, device=self._inputs.device

@@ -48,7 +48,7 @@ class Planner:
             padding does not change their rows.
         lane: Lane that the steps run on.
         eager: Runner of eager steps.
-        guard: Guard that reads the modes that affect a capture.
+        guard: Guard that reads autocast, training flags and weight addresses.
         counters: Counters in which the plans count steps.
         timings: Timings that collect the measurements of steps.
         checker: Checker in check mode, otherwise None. Check mode measures nothing, because steps
@@ -137,8 +137,9 @@ class Planner:
     def obstacle(self, decision: Decision, num_tokens: int) -> str:
         """Return why a step would run eager despite a chosen graph; empty if the graph would run.
 
-        The answer is based on the modes of this thread and on the values that Python code would
-        read now. The step does not run.
+        The answer is based on this thread's autocast state, on the training flags and weight
+        addresses of modules, and on the values that Python code would read now. The step does not
+        run.
         """
         if refused := self.refusal(decision, num_tokens):
             return refused

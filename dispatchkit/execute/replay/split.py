@@ -276,7 +276,8 @@ class LazySplitPlan:
                 if found and not reason:
                     reason, missed = found, rows.key
         if not reason and (left := self._without_graph()):
-            # A capture failed or evicted the graph of another part. Every step would do this.
+            # A capture failed, or it evicted the graph of another part. Returning AGAIN could
+            # repeat the same captures and evictions forever.
             reason, missed = Reason.EVICTED, left[0].key
         if not reason:
             return AGAIN

@@ -33,8 +33,8 @@ class StepSlots:
         """Check that a step's slots belong to distinct sessions.
 
         Raises:
-            DescriptorError: A slot is free, out of range or passed twice; or sessions are compact
-                and the step does not use the first slots, in order.
+            DescriptorError: A slot is free, out of range or passed twice; or ``SlotState.compact``
+                is set, and the slots are not 0, 1, 2 and so on, in this order.
         """
         self._state.check_slots(self._read(tensors, num_tokens), self._name)
 

@@ -90,8 +90,8 @@ class Timings:
             not one-shot.
 
     Attributes:
-        due: Tick of the lane. The first step with a timed decision at or after this tick is
-            measured.
+        due: Value of ``Lane.tick``. Once the lane has reached it, the next step with a timed
+            decision is measured.
         is_held: Whether outcomes are held back after a step, because learning would delay the next
             step.
     """
@@ -123,7 +123,7 @@ class Timings:
 
         Raises:
             PolicyError: In strict mode, the policy raised or returned an invalid update for an
-                earlier outcome. The step has not run.
+                earlier outcome, or the policy's ``pace`` is invalid. The step has not run.
         """
         if self._fault is not None:
             fault, self._fault = self._fault, None
