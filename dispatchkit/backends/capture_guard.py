@@ -169,6 +169,17 @@ def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
             _end_capture(holder)
 
 
+def run_between_captures(device: str, run: Callable[[], _T]) -> _T:
+    """Run a function that waits for streams while no other thread captures on the device.
+
+    Waiting for a stream that is capturing would break the capture.
+    """
+    if _thread.device or _thread.paused:  # this thread's capture excludes others already
+        return run()
+    with _lock_of(device):
+        return run()
+
+
 def _end_capture(holder: object) -> None:
     _thread.device = _thread.paused = ""
     _collector.leave(holder)

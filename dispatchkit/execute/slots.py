@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
@@ -43,6 +43,8 @@ from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.step.state import StepState, storage_of
 from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_names, whole_number
 from dispatchkit.keys.records import setting
+
+_T = TypeVar("_T")
 
 _SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
 
@@ -692,8 +694,9 @@ class SlotState:
     def _move(
         self, session: Hashable, source: int, target: int, used: int | None = None
     ) -> SlotMove:
-        with torch.no_grad():
-            num_bytes = sum(bank.copy(source, target, used) for bank in self._banks.values())
+        num_bytes = _without_gradients(
+            lambda: sum(bank.copy(source, target, used) for bank in self._banks.values())
+        )
         self._put(session, target)
         self._is_taken[source] = False
         return SlotMove(session, source, target, num_bytes)
@@ -704,10 +707,12 @@ class SlotState:
             self._clear(slot for slot in slots if not self._is_taken[slot])
 
     def _clear(self, slots: Iterable[int]) -> None:
-        with torch.no_grad():
+        def clear() -> None:
             for slot in slots:
                 for bank in self._banks.values():
                     bank.clear(slot)
+
+        _without_gradients(clear)
 
 
 class RowWatch:
@@ -827,6 +832,16 @@ class SavedRows:
         banks = self._state._banks.values()
         for bank, rows in zip(banks, self.saved.values(), strict=True):
             bank.put(self.index, rows)
+
+
+def _without_gradients(run: Callable[[], _T]) -> _T:
+    """Call a function in no-grad mode, and return its result."""
+    had_grad = torch.is_grad_enabled()
+    try:  # C calls, because a signal could interrupt a Python context manager
+        torch._C._set_grad_enabled(False)
+        return run()
+    finally:
+        torch._C._set_grad_enabled(had_grad)
 
 
 def _not_a_list(sessions: Any) -> DescriptorError:

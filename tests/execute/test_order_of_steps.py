@@ -137,6 +137,36 @@ class TestOrder:
                 one.runner.submit(GRAPH)
             assert one.counted() == 3 * 9 + 2 * 8, f"seed {seed}"
 
+    @pytest.mark.parametrize("settings", [{}, {"options": RunnerOptions(check=1)}])
+    def test_a_capture_keeps_what_steps_of_another_runner_change(self, make_runner, settings):
+        """Two runners change different rows of one tensor, on different streams."""
+        for seed in range(8):
+            one = Counting(make_runner, seed)
+            backend, total = one.backend, one.total
+
+            def step(x, total=total):
+                total[1].add_(x[:, 1].sum())
+                return x
+
+            def step_of_one(x, total=total):
+                total[0].add_(x[:, 0].sum())
+                return x
+
+            settings_of_both = {"sizes": (8,), "mode": "FULL", "state": [total], "backend": backend}
+            first = make_runner(step_of_one, ROWS, **settings_of_both)
+            other = make_runner(step, ROWS, lazy=True, **settings_of_both, **settings)
+            first.capture()
+            streams = [backend.new_stream() for _ in range(2)]
+            for _ in range(2):
+                with backend.use_stream(streams[0]):
+                    first(GRAPH)
+                with backend.use_stream(streams[1]):
+                    other(GRAPH)  # captures the first time
+            with backend.use_stream(streams[0]):
+                first(GRAPH)
+            backend.synchronize()
+            assert total.tolist() == [3 * 8, 2 * 8], f"seed {seed}"
+
     def test_runs_for_a_learning_policy_keep_what_steps_change(self, make_runner, policy):
         class Asking(type(policy)):
             asked = False

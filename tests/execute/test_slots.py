@@ -840,6 +840,7 @@ def test_who_joins_waits_for_a_slot_that_a_capture_has_borrowed():
     assert joined == [0, 2]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in __del__
 @pytest.mark.parametrize(
     ("compact", "change"),
     [
@@ -858,6 +859,7 @@ def test_an_interrupted_change_leaves_no_state_of_others_in_a_slot(compact, chan
             state.join(session)
             state[session]["total"].fill_(value)
         places = interrupted(lambda: change(state), at)
+        assert torch.is_grad_enabled()
         state.check_slots(np.arange(0), "slots")  # as a step does
         slots = state.slots_of(state.sessions)
         assert sorted(slots) == slots

@@ -6,12 +6,14 @@ dimension of its outputs. The caller's snapshot restores everything that the run
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dispatchkit.backends.capture_guard import run_between_captures
 from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
 from dispatchkit.errors import CaptureError, counted
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
 # An identifier shared by keys that differ only in size. The keys of a family share one watched
 # warmup and the measured output layouts.
 Family = tuple[Any, ...]
+
+
+#: The warmups of all runners, to find runners that change the same state.
+_all: weakref.WeakSet[Warmups] = weakref.WeakSet()
 
 
 def family_of(key: GraphKey) -> Family:
@@ -131,6 +137,7 @@ class Warmups:
         self.effects: PythonEffects = PythonEffects(
             step.pieces, calls_eager=step.in_segments, generators=state.generators
         )
+        _all.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -222,10 +229,36 @@ class Warmups:
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot of all state that the step is known to change."""
-        snapshot = Snapshot(self._inputs.device, self.generators)
+        snapshot = Snapshot(
+            self._inputs.device,
+            self.generators,
+            wait=self._wait_for_others,
+            end=lambda: self._backend.current_stream().synchronize(),
+        )
         for storage in self.written():
             snapshot.save(storage)
         return snapshot
+
+    def _wait_for_others(self, storage: torch.UntypedStorage) -> bool:
+        """Wait for steps of other runners that change a storage; return whether there are any.
+
+        Without this wait, restoring the storage would undo changes by steps in flight on other
+        streams. Steps of the same pool are always in order.
+        """
+        others = [
+            one._lane
+            for one in tuple(_all)
+            if one._lane.group is not self._lane.group
+            and any(known.holds(storage) for known in (one._state, one._written, one._scratch))
+        ]
+
+        def wait() -> None:
+            for lane in others:
+                lane.synchronize()
+
+        if others:
+            run_between_captures(self._backend.torch_device, wait)
+        return bool(others)
 
     def state(self) -> dict[str, tuple[torch.UntypedStorage, torch.dtype]]:
         """Return, by name, the storage and dtype of state that the step may change."""

@@ -156,6 +156,10 @@ class StorageSet:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._storages
 
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether the set contains a storage."""
+        return storage._cdata in self._storages
+
     def __iter__(self) -> Iterator[torch.UntypedStorage]:
         return iter(self._storages.values())
 
@@ -174,6 +178,9 @@ class Snapshot:
     Args:
         device: Device whose default generator is saved, in addition to that of the CPU.
         generators: Additional generators to save.
+        wait: Function that is called before a storage is saved, and waits for steps of other
+            runners that change the storage; returns whether there are any. None waits for nothing.
+        end: Function that is called after storages that other runners change were restored.
 
     Attributes:
         draws: Whether the step may draw random numbers; if not, generators are not restored.
@@ -181,7 +188,14 @@ class Snapshot:
 
     draws: bool
 
-    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Iterable[torch.Generator] = (),
+        wait: Callable[[torch.UntypedStorage], bool] | None = None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._wait, self._end, self._is_shared = wait, end, False
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         found = [torch.default_generator, *generators]
         if device.type == "cuda":
@@ -208,6 +222,8 @@ class Snapshot:
     def save(self, storage: torch.UntypedStorage) -> None:
         """Copy a storage, unless it is already saved."""
         if storage._cdata not in self._saved:
+            if self._wait is not None and self._wait(storage):
+                self._is_shared = True
             self._saved[storage._cdata] = (storage, storage.clone())
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -229,6 +245,8 @@ class Snapshot:
         """Restore all storages on the current stream, and the generators if the step draws."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
+        if self._is_shared:
+            self._end()
         if not self.draws:
             return  # numbers that another thread has drawn since then must not be repeated
         for generator, state in self._generators:
