@@ -34,7 +34,7 @@ def format_runner(executors: Sequence[Executor]) -> str:
     lines = [
         f"GraphRunner: policy {policy}, mode {mode}{resolved}",
         f"backend {first.work.backend.name}; can run {pieces}",
-        f"{counted(stats.steps, 'step')}: {modes}; {padding}; {num_bytes} bytes",
+        f"{counted(stats.steps, 'step')}: {modes}; {padding}; graphs use {num_bytes} bytes",
     ]
     if len(executors) > 1:
         lines.append(counted(len(executors), "lane"))
@@ -139,7 +139,7 @@ def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
     filled = _BAR_WIDTH * done // total if total else _BAR_WIDTH
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
     end = "\n" if key is None else ""
-    # The text overwrites the previous one; the padding erases the rest of a longer text.
+    # Each text overwrites the previous text; trailing spaces erase the rest of a longer text.
     sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_describe(key):<24}{end}")
     sys.stderr.flush()
 

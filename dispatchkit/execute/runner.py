@@ -67,10 +67,10 @@ class GraphRunner:
         mode: Runtime modes of decode and mixed batches, as a ``CUDAGraphMode`` or its name.
         axes: Axes in addition to the batch, such as a sequence length; each call passes their
             values by name.
-        policy: Name of a policy, or an object. By default, the policy that a plugin selects for the
-            configuration, or else ``vllm``. To use your own plugin set, pass
+        policy: Name of a policy, or a policy object. By default, the policy that a plugin selects
+            for the configuration, or else ``vllm``. To use your own plugin set, pass
             ``plugins.with_policy("vllm")``.
-        backend: ``auto``, the name of a backend, or an object.
+        backend: ``auto``, the name of a backend, or a backend object.
         outputs: ``owned`` returns new tensors from each call. ``view`` returns results that are
             valid until the runner's next call or, for submitted steps, until the lane's next step.
         state: Tensors that the step changes, such as a KV cache, or a ``StepState`` with tensors,
@@ -95,7 +95,8 @@ class GraphRunner:
         ConfigError: A setting is invalid, or two settings contradict each other.
         UnknownNameError: No policy, backend, mode or dtype has the given name.
         BackendUnavailableError: The backend cannot run here.
-        PolicyError: In a trial, the policy raised or returned an invalid value.
+        PolicyError: The runner tried the policy on sample batches, and the policy raised or
+            returned an invalid value.
 
     Thread safety: any thread may call the runner; calls run one at a time.
     """
@@ -182,8 +183,8 @@ class GraphRunner:
             num_reqs: Number of requests in the batch; 0 if unknown.
             uniform: True for a uniform decode batch, in which every request is past its prompt and
                 has exactly ``query_len`` tokens; with several query lengths, the 1-based index of
-                the length. False for a mixed batch. A batch with a chunk of a prompt is mixed, even
-                if the prompt ends with this chunk.
+                the batch's query length in ``query_lens``. False for a mixed batch. A batch with a
+                chunk of a prompt is mixed, even if the prompt ends with this chunk.
             loras: Number of active adapters.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
 
@@ -194,8 +195,8 @@ class GraphRunner:
             InputError: An input is missing or unknown, or has the wrong dtype, device or shape.
             DescriptorError: A property of the batch is invalid or above its limit, or a slot does
                 not belong to a session.
-            NoGraphError: No graph can run, and either ``ceiling`` excludes eager steps, or the
-                runner is strict and an eager step would be a downgrade.
+            NoGraphError: No graph can serve the batch, and either ``ceiling`` excludes eager steps
+                or the runner is strict.
             ReplayError: A replay failed and may have changed state.
             PolicyError: The runner is strict, and the policy raised or returned an invalid value.
         """
@@ -209,7 +210,7 @@ class GraphRunner:
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
             return executor.eager.run_inside_capture(tensors, num_tokens)
-        # Not acquire() and try: a signal handler may raise between the two.
+        # ``with``, not acquire() before try: a signal handler may raise between the two.
         with self._lock:
             try:
                 plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
@@ -234,9 +235,8 @@ class GraphRunner:
     ) -> Any:
         """Run a step on the contents of ``buffers``.
 
-        The caller writes the first ``num_tokens`` rows. The runner resets the rows after these to
-        the fill value if an earlier step used them. Arguments, results and errors are those of a
-        call.
+        The caller writes the first ``num_tokens`` rows. If an earlier step used rows beyond these,
+        the runner resets them to the fill value. Arguments, results and errors are those of a call.
 
         Raises:
             InputError: The runner has axes; or no graph serves the batch, and the batch is larger
@@ -318,7 +318,7 @@ class GraphRunner:
         """Capture keys that have no graph, largest first.
 
         Failed keys are reported, and the other keys are still captured. If any key was captured,
-        the calibration runs of learning policies follow.
+        the runner then performs the calibration runs that the policy requests.
 
         Args:
             keys: Keys to capture; by default all declared keys. Each lane captures the keys that
@@ -363,14 +363,14 @@ class GraphRunner:
     def invalidate(self, reason: str = "weights") -> int:
         """Release all graphs because memory that they read was replaced.
 
-        Their keys can be captured again. Calling this method is unnecessary after weights were
-        copied in place.
+        Their keys can be captured again. Calling this method is unnecessary if the weights were
+        updated in place.
 
         Args:
             reason: Name of the replaced memory, for statistics and explanations.
 
         Returns:
-            The number of keys that lost their graph, counted on each lane.
+            The number of keys that lost their graph, summed over all lanes.
         """
         return self.controls.invalidate(reason)
 
@@ -406,8 +406,8 @@ class GraphRunner:
     ) -> Explanation:
         """Explain how a batch would run now, without running it.
 
-        The explanation is for the first lane and the current state of this thread, such as
-        autocast, because a graph serves only steps in the same state as its capture. The
+        The explanation is for the first lane. It assumes the current state of this thread, such as
+        autocast, because a graph serves only steps that run in the state of its capture. The
         explanation cannot predict failures that occur only when the step runs, such as a failed
         replay. It includes the times of earlier steps with this decision if the policy requested
         measurements. Call ``drain`` first to read the latest times.
@@ -484,8 +484,8 @@ class GraphRunner:
         limits.
 
         Args:
-            policy: Name of a policy, or an object that no runner uses; by default a copy of the
-                current policy, including everything it has learned.
+            policy: Name of a policy, or a policy object that no runner uses; by default a copy of
+                the current policy, including everything it has learned.
             policy_options: Options for the policy given by name, or for the current policy if
                 ``policy`` is None.
             config: A complete configuration, instead of the next four arguments.
@@ -510,7 +510,8 @@ class GraphRunner:
             ConfigError: A setting is invalid, no setting changes, a size is larger than the static
                 inputs, or the runner has several lanes.
             UnknownNameError: No policy has the given name.
-            PolicyError: In a trial, the policy raised or returned an invalid value.
+            PolicyError: The runner tried the policy on sample batches, and the policy raised or
+                returned an invalid value.
             RegistryError: The runner is frozen, and new graphs are needed.
         """
         return self.swapper.swap(
@@ -528,7 +529,10 @@ class GraphRunner:
         )
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record the arguments of each step, replacing an earlier recording.
+        """Start recording the batch of each step; this replaces an earlier recording.
+
+        The recorder stores ``num_tokens``, ``num_reqs``, ``uniform``, ``loras`` and ``ceiling`` of
+        each step, but no tensors.
 
         Args:
             capacity: Number of steps to keep. Older steps are overwritten, and the recorder counts

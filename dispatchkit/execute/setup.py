@@ -41,9 +41,9 @@ class RunnerSpec:
         inputs: Static inputs by name, at most one of them a ``SlotState``; None if ``example`` is
             given.
         example: One tensor for each input; None if ``inputs`` are given.
-        policy: A name or an object, with or without its plugins; None for the policy that a plugin
+        policy: A policy or its name, or a ``PolicyWithPlugins``; None for the policy that a plugin
             selects for the configuration, or else the default policy.
-        backend: A name or an object.
+        backend: A backend or its name.
         outputs: ``owned`` or ``view``.
         state: The state that the step changes.
         lazy: Whether keys are captured on demand.
@@ -134,7 +134,7 @@ class RunnerSpec:
 
     @property
     def slots(self) -> tuple[str, SlotState] | None:
-        """The name of the input with slots, and the state of the slots.
+        """The name and state of the input with slots, or None if no input has slots.
 
         Raises:
             ConfigError: Several inputs are declared with a ``SlotState``.
@@ -184,7 +184,7 @@ class RunnerSpec:
 
 
 def check_names(spec: RunnerSpec) -> None:
-    """Reject unknown policies and backends, without creating them.
+    """Check that the policy and the backend are known, without creating either.
 
     Raises:
         UnknownNameError: No plugin provides the policy or backend.
@@ -223,7 +223,10 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
 
 
 def requested_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
-    """Return the requested mode; by default FULL if every piece can be captured for any batch."""
+    """Return the requested mode, or a default if none is requested.
+
+    The default is FULL if every piece can be captured for any batch, otherwise ``config.mode``.
+    """
     if config.is_mode_given:
         return config.mode
     is_whole = all(
@@ -338,15 +341,17 @@ def make_policy(
 ) -> tuple[Policy, str, PluginSet | None]:
     """Return a policy, its origin and the plugins.
 
+    The origin of a policy object is empty. The plugins are those given or loaded, or None.
+
     Args:
-        policy: A name or an object. None selects the policy that a plugin chooses for the
+        policy: A policy or its name. None selects the policy that a plugin chooses for the
             configuration, or else the default policy.
         options: Keyword arguments for the factory that creates the named policy.
         config: The configuration of the runner.
         plugins: Plugins that provide policies. If None, installed plugins are loaded when needed.
 
     Raises:
-        ConfigError: Options were given without a name, or the factory does not accept them.
+        ConfigError: Options were given without a policy name, or the factory does not accept them.
         UnknownNameError: No policy has the given name; the message lists similar names.
         PluginError: The hook that selects the policy raised or did not return a name.
     """

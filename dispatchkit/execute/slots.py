@@ -62,16 +62,16 @@ class SlotInput(StaticInput):
 @refuses_unknown_names
 @attrs.frozen
 class RawBank(StaticInput):
-    """A bank that steps address themselves, with rows only for the slots.
+    """A bank that the step itself addresses; it has rows only for the slots.
 
     The sessions of a step are in the first slots, or in the slots that a separate input lists.
     Padding rows must not change a session.
 
     Attributes:
         positions: Dimension of a session's positions, if each step writes only some positions.
-            Padding rows write to the last position, which is never read, and moves copy only the
-            positions in use. If None, steps change whole rows in place, and padding rows change the
-            rows of free slots.
+            Padding rows write to the last position, which is never read, and ``SlotState.leave``
+            can limit moves to the positions in use. If None, steps change whole rows in place, and
+            padding rows change the rows of free slots.
         is_read_only: Whether steps never change the bank.
     """
 
@@ -134,7 +134,7 @@ class Bank:
         dim = self.spec.positions if isinstance(self.spec, RawBank) else None
         if used is not None and dim is not None:
             dim -= dim > self.dim  # a row has no dimension of slots
-            # A ring buffer may have been written more often than it has positions.
+            # For a ring buffer, ``used`` may exceed the number of positions.
             used = min(used, from_row.shape[dim] - 1)
             to_row.narrow(dim, used, from_row.shape[dim] - used).fill_(self.spec.fill_value)
             from_row, to_row = from_row.narrow(dim, 0, used), to_row.narrow(dim, 0, used)
@@ -158,8 +158,8 @@ class Bank:
     def may_change_other_rows(self, written: torch.Tensor, operation: str) -> bool:
         """Return whether a write may change rows of other sessions.
 
-        In-place torch operations that take no index write every row of the tensor. Operations of
-        other libraries that receive a whole bank are assumed to write only the step's slots.
+        In-place torch operations that take no index write every row of the tensor. If an operation
+        of another library receives a whole bank, it is assumed to write only the step's slots.
         """
         is_indexed = operation.startswith(_INDEXED)
         if operation.startswith("aten::") and not is_indexed:
@@ -174,13 +174,12 @@ class SlotRows:
     """The rows of a step's sessions; the step receives them in place of its slots.
 
     ``rows["hidden"]`` reads the rows of a bank, and ``rows["hidden"] = value`` writes them. Reading
-    returns a copy or, with compact sessions, a view of the bank, which must not be written in
-    place.
+    returns a copy of the rows, or a view of the bank if sessions are compact. The step must not
+    write to such a view in place.
 
     Args:
         state: State that contains the banks.
-        index: Index of the bank row to which each row of the step is written (B,): a slot or the
-            sink.
+        index: Bank rows to write, one for each row of the step (B,): slots or the sink.
         watch: Watch that checks the step's writes to the rows, or None.
 
     Attributes:
@@ -226,8 +225,8 @@ class SlotRows:
             raise InputError(
                 name,
                 f"Rows of {name!r} must have shape {tuple(want)} in this step, "
-                f"got {tuple(value.shape)}. Assign as many rows as the step has, with padding, "
-                f"or write parts of rows: slots.bank({name!r})[slots.index, ...] = value.",
+                f"got {tuple(value.shape)}. Assign as many rows as the step has, including "
+                f"padding, or write parts of rows: slots.bank({name!r})[slots.index, ...] = value.",
             )
         if value.dtype is not bank.tensor.dtype:
             raise InputError(
@@ -269,7 +268,7 @@ class SlotState:
     Attributes:
         num_slots: The given maximum number of sessions.
         compact: Whether sessions are kept in slots 0 to n-1.
-        is_raw: Whether steps address the banks themselves.
+        is_raw: Whether the banks are ``RawBank`` objects.
         static_input: Declaration of the slots as an input of runners.
 
     Raises:
@@ -335,7 +334,7 @@ class SlotState:
         """
         with self._unchanged():
             if session in self:
-                hint = "Use its slot, slots_of([session]), or call leave(session) first."
+                hint = "Get its slot with slots_of([session]), or call leave(session) first."
                 raise DescriptorError(
                     "session",
                     session,
@@ -365,12 +364,12 @@ class SlotState:
     def leave(
         self, *sessions: Hashable, used: Mapping[Hashable, int] | None = None
     ) -> list[SlotMove]:
-        """Free the slots of sessions and clear them; slots of raw banks are cleared in ``join``.
+        """Free and clear the slots of sessions; slots of raw banks are cleared in ``join``.
 
         Args:
             sessions: Sessions that leave.
-            used: Number of positions in use, by remaining session, if known. A move then copies
-                only these positions of a ``RawBank``.
+            used: For each remaining session, the number of positions in use, if known. A move then
+                copies only these positions of a ``RawBank``.
 
         Returns:
             The moves that closed gaps between compact sessions; as few as possible.
@@ -555,8 +554,8 @@ class SlotState:
 
         Args:
             number: Number of slots to lend.
-            wait: Function that waits for the current stream, because the next step of a lent slot
-                may run on another stream.
+            wait: Function that waits for the current stream, because the next step that uses a lent
+                slot may run on another stream.
         """
         found: list[int] = []
         try:
@@ -644,8 +643,9 @@ class SlotState:
     def _unchanged(self) -> Iterator[None]:
         """Hold the lock, and first complete a change that an exception has interrupted.
 
-        A signal handler may raise at any instruction. ``_slots``, which each change updates with
-        single assignments, then determines the sessions; all free slots are cleared.
+        A signal handler may raise at any instruction. Each change updates ``_slots`` one session at
+        a time, so ``_slots`` is always valid. The other attributes are rebuilt from it, and free
+        slots are cleared, except lent slots and slots of raw banks.
         """
         with self._changed:
             if self._is_changing:
@@ -718,8 +718,9 @@ class SlotState:
 class RowWatch:
     """Context that rejects in-place writes of a step to rows that the step has read.
 
-    Writes to views are rejected before they happen. Writes to copies are rejected if the step does
-    not assign the copies. The context must be entered in the thread that runs the step.
+    A write to a bank is rejected before it happens if it may change rows of other sessions. A write
+    to a copy of rows is rejected if the step does not assign the copy. The context must be entered
+    in the thread that runs the step.
 
     Args:
         banks: Banks whose rows are watched, by name.
@@ -772,8 +773,8 @@ class RowWatch:
     def note_assigned(self, name: str, value: torch.Tensor) -> None:
         """Record that the step has assigned rows.
 
-        A value that is not itself a copy of rows may be computed from any changed copy, so all
-        changed copies of this bank count as assigned.
+        A value that is not itself a copy of rows may have been computed from any changed copy.
+        Assigning it therefore counts as assigning all changed copies of the bank's rows.
 
         Raises:
             CaptureError: The value is a copy, and a different copy was changed.
@@ -892,7 +893,7 @@ def _check_banks(banks: Any) -> None:
             raise ConfigError(
                 f"banks[{name!r}]",
                 spec,
-                "a StaticInput on the device, with None for the slots and no named axes",
+                "a device StaticInput with a None dimension for the slots and no named axes",
                 'Declare it as StaticInput((None, 128), "float32"), without host=True.',
             )
         if isinstance(spec, RawBank):

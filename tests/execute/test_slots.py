@@ -732,7 +732,7 @@ def test_a_replay_that_fails_is_not_run_again_eager():
 def test_bad_declarations_are_refused():
     with pytest.raises(ConfigError, match="banks must be a dictionary of StaticInputs by name"):
         SlotState({}, 4)
-    with pytest.raises(ConfigError, match=r"banks\['h'\] must be a StaticInput on the device"):
+    with pytest.raises(ConfigError, match=r"banks\['h'\] must be a device StaticInput"):
         SlotState({"h": StaticInput((3,), "float32")}, 4)
     with pytest.raises(ConfigError, match="banks must be all RawBank or all StaticInput"):
         SlotState({"total": ROWS, **RAW}, 4)

@@ -43,7 +43,7 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 @functools.lru_cache(maxsize=4096)
 def has_imports(code: types.CodeType) -> bool:
     """Return whether a code object contains import statements."""
-    # Every second byte is an opcode. Disassembling all code would take far longer.
+    # Every second byte is an opcode. Comparing bytes is far faster than disassembling the code.
     return any(_IMPORT_NAME in part.co_code[::2] for part in codes_of(code))
 
 
@@ -112,7 +112,10 @@ def _functions_in(member: Any) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def methods_of(cls: type) -> tuple[tuple[str, types.FunctionType], ...]:
-    """Return the methods of a class and its bases that a step may run; excludes ``__init__``."""
+    """Return the methods that a class defines or inherits.
+
+    ``__init__`` and the methods of ``torch.nn.Module`` are excluded.
+    """
     return tuple(
         (name, fn)
         for base in cls.__mro__

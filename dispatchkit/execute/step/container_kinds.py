@@ -39,7 +39,10 @@ _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 def is_same(before: Any, after: Any) -> bool:
-    """Return whether two values are the same object or equal plain values."""
+    """Return whether two values are the same object or equal plain values.
+
+    Tuples are compared item by item, and bound methods by their function and object.
+    """
     if before is after:
         return True
     if type(before) is not type(after):
@@ -102,7 +105,7 @@ def _set_item(target: Any, key: Any, value: Any) -> None:
 
 
 def _set_in_module(target: Any, key: str, value: Any) -> None:
-    """Set or remove an attribute of a module; new hooks are cleared in place."""
+    """Set or remove an attribute of a module; dictionaries of hooks are cleared, not removed."""
     if value is MISSING and key in _BOOKKEEPING:
         target[key].clear()
     else:
@@ -136,7 +139,7 @@ def _set_on_class(target: type, name: str, value: Any) -> None:
 
 
 def read_slots(target: Any) -> dict[str, Any]:
-    """Return the slots of an object that have a value."""
+    """Return the values of an object's ``__slots__``, by name; unset slots are left out."""
     found = {}
     for base in type(target).__mro__:
         for name, member in vars(base).items():
@@ -188,7 +191,7 @@ def _write_cell(target: types.CellType, _key: Any, value: Any) -> None:
 
 @attrs.frozen
 class Globals:
-    """The globals of a module that a function names.
+    """A module's globals, limited to the names in a function's code.
 
     Attributes:
         values: All globals of the module.
@@ -329,7 +332,7 @@ class _LazyMap:
 
 
 def _read_dict(target: Any) -> dict[Any, Any]:
-    # Bypasses the item access of subclasses: each read may create a new object.
+    # Bypasses the item access of subclasses, which may create a new object in each read.
     return dict.copy(target) if type(target) is dict else dict(mapping(target).items(target))
 
 
@@ -388,7 +391,7 @@ SEQUENCE = Kind(_read_sequence, _set_at, _indexed, get=_get_at, views=_views_of_
 TUPLE = Kind(_read_sequence, None, _indexed, views=lambda _: ((),))
 SLOTS = Kind(read_slots, _set_attribute, dotted, get=_get_attribute)
 CLASS = Kind(_read_class, _set_on_class, dotted, get=_get_attribute, views=_views_of_class)
-#: Methods of a class, which other code may replace. ``PythonState`` follows their code separately.
+#: Other code may replace the methods of a class. ``PythonState`` examines their code separately.
 METHODS = Kind(_read_methods, _set_on_class, dotted, is_entered=False, views=_views_of_class)
 CELL = Kind(
     _read_cell,
@@ -519,7 +522,8 @@ def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
 def _is_iterator(value: Any) -> bool:
     """Return whether a value is an iterator, but not one that the user wrote in Python.
 
-    For the user's own iterators, attributes are recorded instead. Files are not recorded.
+    For the user's own iterators, attributes are recorded instead. The result is False for files,
+    which are not recorded.
     """
     if not isinstance(value, Iterator) or isinstance(value, io.IOBase):
         return False
@@ -637,5 +641,5 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is deeply immutable."""
+    """Return whether a value has a type in ``_PLAIN``; these types are deeply immutable."""
     return isinstance(value, _PLAIN)
