@@ -108,6 +108,10 @@ def number_for_table(step, runner):
     step.table = 5.0
 
 
+def reinterpreted_table(step, runner):
+    step.table = step.table.view(torch.int32)
+
+
 def moved_input(step, runner):
     for captured in live(runner):
         buffers = captured.input_path.buffers
@@ -142,6 +146,7 @@ PLANTED = {
     switched_submodule: "inner.training changed from True to False",
     freed_memory: "table moved",
     number_for_table: "table changed from a tensor to 5.0",
+    reinterpreted_table: r"table changed from torch.float32 \(.*\) to torch.int32 \(",
     moved_input: "input 'x' moved",
     overwritten_output: "not close",
     rows_in_another_order: "not close",

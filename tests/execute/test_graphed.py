@@ -521,3 +521,28 @@ def test_what_this_package_reads_for_a_call_is_no_state_of_the_step():
     (stats,) = run.graphed.stats().runners.values()
     assert stats.eager_by_reason == {}
     assert stats.captures == 1
+
+
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWarning")
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("a tensor", "capture_failed"), ("a list", "container_written")]
+)
+def test_a_function_that_writes_an_input_that_is_not_contiguous_runs_eager(kind, reason):
+    """Its eager calls receive the caller's own arguments, not a contiguous copy."""
+
+    def advance(x, state):
+        (state[0] if kind == "a list" else state).add_(x.sum(1))
+        if kind == "a list":
+            state.append(x)
+        return x + 1
+
+    run = graphed(advance, backend="tape", batch_dims={"state": 1, "x": 0})
+    for rows in (3, 4, 3):
+        x = torch.randn(rows, 2, 5)
+        found, wanted = (torch.zeros(2, 8, 5)[:, :rows] for _ in range(2))
+        mine, own = ([found], [wanted]) if kind == "a list" else (found, wanted)
+        assert torch.equal(run(x, mine), advance(x, own))
+        assert torch.equal(found, wanted)
+        assert len(mine) == len(own)
+    reasons = [one.eager_by_reason for one in run.graphed.stats().runners.values()]
+    assert [{*one} for one in reasons] == [{reason}] * len(reasons)

@@ -87,7 +87,9 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _change(then: Any, now: Any) -> str:
     if isinstance(then, _Place) and isinstance(now, _Place):
-        return "moved"
+        if then.address != now.address:
+            return "moved"
+        return f"changed from {then.dtype} {then.shape} to {now.dtype} {now.shape}"
     was, current = (
         "a tensor" if isinstance(one, _Place) else format_value(one) for one in (then, now)
     )

@@ -89,7 +89,8 @@ class Form:
         self.inputs: dict[str, Any] = {}
         for name, at, shape, fill in zip(names, self._places, shapes, fills, strict=True):
             self.inputs[name] = StaticInput(shape, leaves[at].dtype, fill=fill)
-        self._call: _CurrentCall | None = _CurrentCall() if _has_mutable(self._spec) else None
+        needs_own = bool(self._strided) or _has_mutable(self._spec)
+        self._call: _CurrentCall | None = _CurrentCall() if needs_own else None
         self.device: Any = leaves[self._places[0]].device
         self.top: int = 0
         self.buckets: dict[str, Buckets] = {}
@@ -193,11 +194,11 @@ class Form:
             options = settings.get("options", RunnerOptions())
             if options.device is None:
                 settings["options"] = attrs.evolve(options, device=self.device)
-        step = _step_of(
-            self._target, self.constants, self._places, self._names, self._spec, self._call
-        )
+        step = _step_of(self._target, self.constants, self._places, self._names, self._spec)
         if self._strided:
             step = _with_contiguous(step, self._strided)
+        if self._call is not None:
+            step = _with_own_arguments(self._target, step, self._names, self._call)
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.lanes[0].work.guard.add(self._target)
@@ -242,31 +243,47 @@ def _step_of(
     places: Sequence[int],
     names: Sequence[str],
     spec: TreeSpec,
-    call: _CurrentCall | None,
 ) -> Callable[..., Any]:
-    """Return a step that calls the target with arguments nested as in a form.
+    """Return a step that calls the target with new arguments nested as in a form.
 
-    If the step receives the tensors of the current call, it passes the caller's own arguments. For
-    dummy rows, it builds new containers, and raises a CaptureError if the target writes to them.
-    The step is a closure rather than a method, because the search for effects reads its cells.
+    It raises a CaptureError if the target writes to the containers of these arguments. The step is
+    a closure rather than a method, because the search for effects reads its cells.
     """
+    has_mutable = _has_mutable(spec)
 
     def step(**inputs: torch.Tensor) -> Any:
-        own = None if call is None else call.now
-        if own is not None:
-            args, kwargs, tensors = own
-            if all(inputs[name] is one for name, one in zip(names, tensors, strict=True)):
-                return target(*args, **kwargs)
         leaves = list(constants)
         for at, name in zip(places, names, strict=True):
             leaves[at] = inputs[name]
         args, kwargs = tree_unflatten(leaves, spec)
         result = target(*args, **kwargs)
-        if call is not None:
+        if has_mutable:
             _check_unchanged(leaves, spec, (args, kwargs))
         return result
 
     return step
+
+
+def _with_own_arguments(
+    target: Callable[..., Any],
+    step: Callable[..., Any],
+    names: Sequence[str],
+    call: _CurrentCall,
+) -> Callable[..., Any]:
+    """Return a step that passes the caller's own arguments to the target in an eager call.
+
+    For other tensors, such as dummy rows and static inputs, it calls ``step``.
+    """
+
+    def own_step(**inputs: torch.Tensor) -> Any:
+        own = call.now
+        if own is not None:
+            args, kwargs, tensors = own
+            if all(inputs[name] is one for name, one in zip(names, tensors, strict=True)):
+                return target(*args, **kwargs)
+        return step(**inputs)
+
+    return own_step
 
 
 def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
