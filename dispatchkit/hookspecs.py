@@ -1,7 +1,7 @@
 """The plugin interface: six hooks, and the records that ``register`` hooks return.
 
 A plugin is a module or an instance with functions marked ``@hookimpl``. An entry point in the group
-``dispatchkit`` names the plugin. A plugin imports only public names::
+``dispatchkit`` names the plugin. A plugin imports only public names. For example::
 
     # pyproject.toml
     [project.entry-points.dispatchkit]
@@ -21,8 +21,8 @@ which are registered with ``dispatchkit_register_observers``.
 A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
 list or tuple of records, which may be empty. To look up a name, a runner loads all installed
 plugins by default, and the process may be forked later. The hook must therefore not use a device,
-open files or ports, print, or import modules that only a factory needs. If the hook raises or
-returns anything else, the whole plugin is skipped.
+open files or ports, print, or import modules that only a factory needs. If the hook raises, or
+returns anything but a list or tuple of records, the whole plugin is skipped.
 
 If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
 ``sys.path``. Built-in names come first, unless ``load_plugins`` lists them in ``replace``. Plugins

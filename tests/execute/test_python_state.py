@@ -322,7 +322,7 @@ def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
         (_bump_by_name, "COUNT"),
         (_nonlocal()[0], "n"),
         (_table, "TABLE['new']"),
-        (_default, "a default of _default[0]"),
+        (_default, "a default argument of _default[0]"),
         (functools.partial(_default, []), "step[0]"),
         (_own_attribute, "_own_attribute.n"),
         (_in_a_module, "settings_of_a_step.inner.scale"),

@@ -12,7 +12,7 @@ from dispatchkit.dispatch import Reason
 #: The reasons to count if a property of a fingerprint differs, in the order of the properties.
 FACTS: Final = (Reason.AUTOCAST, Reason.TRAINING_MODE, Reason.MOVED_MODULE)
 
-#: Autocast dtype or None; training flags of the modules; addresses of the modules.
+#: Autocast dtype or None; training flags of the modules; one tensor address for each module.
 Fingerprint = tuple[Any, tuple[bool, ...], tuple[int, ...]]
 #: A module, its training flag, a function that reads the address of one of its tensors, and the
 #: expected address.
@@ -57,7 +57,7 @@ class Guard:
         return autocast, training, tuple(place() for place in self._places)
 
     def watched(self, made_under: Fingerprint) -> tuple[Watched, ...]:
-        """Return each module with its properties in a fingerprint, for comparison in a step."""
+        """Return one tuple for each module, with the expected values from a fingerprint."""
         return tuple(zip(self.modules, made_under[1], self._places, made_under[2], strict=True))
 
 
@@ -71,7 +71,7 @@ def address_reader(module: torch.nn.Module) -> Callable[[], int]:
         return weights[0][1].data_ptr
     buffers = _sorted(module.named_buffers())
     if not buffers:
-        return int  # int() returns 0 without a Python frame
+        return int  # int() returns 0 and creates no Python frame
     path, _, name = buffers[0][0].rpartition(".")
     owner = module.get_submodule(path)
 

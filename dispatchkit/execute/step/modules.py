@@ -17,9 +17,10 @@ def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a callable refers to, including the callable itself.
 
     The search covers the owner of a method, closures, the globals that the code names, and
-    arguments bound by ``partial``. It also covers attributes of these objects that the code names,
-    one level deep. For example, it finds ``model`` in ``lambda x: model(x)`` and in
-    ``self.model(x)``. Modules in lists, or in functions that the callable calls, are not found.
+    arguments bound by ``partial``. In each of these objects, it also covers the attributes whose
+    names occur in the code, one level deep. For example, it finds ``model`` in
+    ``lambda x: model(x)`` and in ``self.model(x)``. Modules in lists, or in functions that the
+    callable calls, are not found.
     """
     found: dict[int, torch.nn.Module] = {}
     for one in (fn, *_held(fn)):

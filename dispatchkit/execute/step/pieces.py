@@ -29,8 +29,7 @@ class Piece:
         is_graph: Whether PIECEWISE captures the piece; if not, the piece runs eager there.
         names: Static inputs that the piece receives as keyword arguments.
         support: Batches for which the piece may be captured inside a FULL graph.
-        limited_by: What limits ``support``, such as the name of an operator; empty if there is no
-            limit.
+        limited_by: Name of what limits ``support``, such as an operator; empty if nothing does.
     """
 
     fn: Callable[..., Any]
@@ -69,14 +68,14 @@ class SlotPiece(Piece):
 
 
 def graph_piece(fn: Callable[..., Any]) -> Piece:
-    """Mark a function as a piece of a step that may be captured in a separate graph."""
+    """Mark a function as a graph piece, which PIECEWISE captures in a separate graph."""
     return Piece(fn, is_graph=True)
 
 
 def eager_piece(
     fn: Callable[..., Any], *, support: AttentionSupport | str = AttentionSupport.ALWAYS
 ) -> Piece:
-    """Mark a function as a piece of a step that runs eager in PIECEWISE, such as attention.
+    """Mark a function, such as attention, as an eager piece, which runs eager in PIECEWISE.
 
     Args:
         fn: Function to mark.
@@ -232,7 +231,7 @@ def _accepted_names(
             f"parameters of {piece.name!r}",
             str(signature),
             "accepted by keyword",
-            f"Inputs are passed by keyword: wrap the function as `lambda {names}: fn({names})`.",
+            f"Inputs are passed by keyword, so wrap the function as `lambda {names}: fn({names})`.",
         )
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return tuple(known)

@@ -1,19 +1,19 @@
 """Record, compare and restore the Python state that a step reaches.
 
 A graph replays kernels but no Python. A step that assigns an attribute, increments a counter,
-appends to a list or rebinds a global therefore computes different results in a replay. A warmup on
-dummy rows would also change this state. Before a run, ``PythonState`` records every container that
-the step reaches. ``changes`` returns the changed entries that the step's code refers to,
-and ``records.restore`` restores them.
+appends to a list or rebinds a global may therefore compute other results in a replay than in an
+eager run. A warmup on dummy rows would also change this state. Before a run, ``PythonState``
+records every container that the step reaches. ``changes`` returns the changed entries that the
+step's code refers to, and ``records.restore`` restores them.
 
 A walk through the objects of the step finds the containers. It starts at the modules of the step,
-the object that a method is bound to, closure cells, globals and attributes of Python modules that
-the code names, defaults, and arguments bound by ``partial``. From each object, it follows
-attributes, slots, items of containers, attributes of script modules, and names in the methods of
-user-defined classes. It does not enter code of the standard library, torch, numpy or attrs. Of
-objects from these libraries, it records containers, buffers, random generators, and public
-attributes with plain values or tensors. It does not record the state of opaque objects, such as
-locks and ``queue.SimpleQueue``, or state in files and other processes.
+the object that a method is bound to, closure cells, default arguments, and arguments bound by
+``partial``. It also starts at what the code names: globals, and attributes of Python modules. From
+each object, it follows attributes, ``__slots__``, items of containers, attributes of script
+modules, and names in the methods of user-defined classes. It does not enter code of the standard
+library, torch, numpy or attrs. Of objects from these libraries, it records containers, buffers,
+random generators, and public attributes with plain values or tensors. It does not record the state
+of opaque objects, such as locks and ``queue.SimpleQueue``, or state in files and other processes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _CALLS = frozenset({"forward", "__call__"})
 _ALWAYS_READ = frozenset({"training"}) | {
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
 }
-#: Names that show that code accesses attributes by computed names.
+#: Code that contains one of these names may access any attribute by a computed name.
 _DYNAMIC = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 #: Kinds whose entries may change between steps without affecting graphs: steps advance iterators
 #: and random generators, and other code sets environment variables that the step does not read.
@@ -124,8 +124,8 @@ class PythonState:
         # Objects that the step reaches without an attribute (roots, cells, globals, classes), with
         # the code that refers to them.
         self._roots: dict[int, set[types.CodeType | None]] = {}
-        # Identities of the objects reached through a method or ``partial`` that is an entry, by the
-        # identity of the method or ``partial``.
+        # Identities of the objects that an entry wraps, such as those bound by a method or by
+        # ``partial``. The keys are the identities of the entries.
         self._bound: dict[int, list[int]] = {}
         queue: deque[Node] = deque(Node(one, name, "", None) for name, one in roots.items())
         # Classes, and values reached only through their code, come last, because the code of a
@@ -174,7 +174,7 @@ class PythonState:
         self._places = [*map(place_of, self.tensors)]
 
     def _note_use(self, found: Node) -> None:
-        """Record how the step may use an object, at each place where the walk finds the object."""
+        """Record how the step may use an object; called whenever the walk finds the object."""
         value, code = found.value, getattr(found.site, "__code__", None)
         if isinstance(value, Globals) and value.is_imported:  # any code may have named the module
             code = None
@@ -279,7 +279,7 @@ class PythonState:
         )
 
     def _reached(self, roots: Iterable[int] | None = None) -> set[int]:
-        """Return the identities of objects that code of the step reaches from the roots by name."""
+        """Return the identities of the objects that the step reaches by name from the roots."""
         names = self._names_read()
         reached = set(self._roots if roots is None else roots)
         waiting = list(reached)

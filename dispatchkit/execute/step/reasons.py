@@ -70,7 +70,8 @@ NEXT_STEPS: Mapping[str, str] = {
         "Fix the cause, which print(runner) shows, then call runner.capture(again=True)."
     ),
     Reason.EVICTED: (
-        "Call runner.capture() to capture the graph again, within max_graphs and max_bytes."
+        "Call runner.capture() to capture the graph again. If runner.capture() skips the graph, "
+        "increase max_bytes."
     ),
     Reason.STALE: "Call runner.capture() to capture the graph again.",
     Reason.DISABLED: (
@@ -112,8 +113,9 @@ NEXT_STEPS: Mapping[str, str] = {
         "function."
     ),
     Reason.PYTHON_STATE: (
-        "print(runner) names the attribute, the class and, if known, the line. Keep this state in "
-        "a tensor that the step writes in place."
+        "Each call of the step changes Python state, but a replay does not. print(runner) names "
+        "the attribute, the class and, if known, the line. Keep this state in a tensor that the "
+        "step writes in place."
     ),
     Reason.FIRST_CALL: "No action is needed: the key is captured after this call.",
     Reason.GRADIENTS: (
@@ -149,7 +151,7 @@ NEXT_STEPS: Mapping[str, str] = {
 }
 
 
-#: Next step for ``not_captured`` and ``evicted`` if the budget has no space for another graph.
+#: Next step for ``not_captured`` and ``evicted`` if ``max_graphs`` is reached.
 MAX_GRAPHS_REACHED = (
     "max_graphs is reached, so runner.capture() skips this graph. Increase max_graphs, or create "
     "the runner with lazy=True: a lazy runner evicts other graphs to capture this one."

@@ -125,7 +125,7 @@ def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a tensor that can be used outside inference mode."""
+    """Return a tensor, or an alias of it that can be used outside inference mode."""
     if not tensor.is_inference() or tensor.layout is not torch.strided:
         return tensor
     with inference_mode(False):
@@ -248,7 +248,7 @@ class Snapshot:
         if self._is_shared:
             self._end()
         if not self.draws:
-            return  # numbers that another thread has drawn since then must not be repeated
+            return  # numbers that another thread drew after the snapshot must not be repeated
         for generator, state in self._generators:
             generator.set_state(state)
 
@@ -268,7 +268,7 @@ class CompiledCode:
 
 
 class WriteWatch(OperationMode):
-    """Dispatch mode that records writes to existing memory and the peak memory of a run.
+    """Dispatch mode that records the peak memory of a run and its writes to existing memory.
 
     Args:
         inputs: Storages of the static inputs, which the step must not write.
@@ -278,13 +278,13 @@ class WriteWatch(OperationMode):
         snapshot: Snapshot that saves undeclared storages before their first write.
         limit: Maximum number of bytes of undeclared storages to save.
         meter: Whether to measure ``peak_bytes``, which takes time.
-        notes: Recorder of all operations, for the capture.
+        notes: Object that records each operation of the run, for use in the next capture.
 
     Attributes:
         written: Undeclared tensors that existed before the run and that the step wrote.
         peak_bytes: Peak size in bytes of live tensors that the run created.
-        draws: Whether an operation changed the state of a generator. For example, attention draws
-            random numbers only with dropout.
+        draws: Whether an operation changed the state of a generator. An operation that may draw
+            random numbers does not always do so: attention, for example, draws only with dropout.
         accepts_any_number: Whether all operations accept arbitrary numbers. False after an
             operation that converts floating-point numbers to integers, draws from given
             probabilities, asserts, or is not part of torch.
@@ -572,7 +572,7 @@ class ContentWatch:
         return [found for one in self._sums for found in one.changed()]
 
 
-#: Alignment of the copies in bytes, so that kernels can use wide loads.
+#: Alignment of the copies, in bytes; it lets kernels use wide loads.
 _ALIGNMENT: Final = 16
 #: Number of columns that are summed separately. The number is prime: a write that only moves
 #: values, such as a roll, then usually moves them to other columns and changes the sums.

@@ -1,12 +1,14 @@
 """Detect changes to values and tensors that are built into graphs.
 
-A graph contains the address of each weight and the outcome of each branch at its capture. Replacing
-a weight, switching an adapter or changing a configuration field therefore has no effect on the
-graph. Every sixteenth step of a lane compares the next sixteen values of each round. If torch
-reports that a parameter, buffer or submodule was assigned, the next replay compares all values.
+A graph contains, as of its capture, the address of each weight and the outcome of each branch.
+Replacing a weight, switching an adapter or changing a configuration field therefore has no effect
+on the graph. The values are compared in two rounds: every sixteenth step of a lane compares the
+next sixteen values of each round. If torch reports that a parameter, buffer or submodule was
+assigned, the next replay compares all values.
 
-One round covers the values of objects, modules and functions. A separate round covers the values of
-classes and of globals named in their code, because libraries have many tables that rarely change.
+One round covers the values of objects, modules and functions. The other covers the values of
+classes and of globals named in their code. It is separate because libraries have many tables that
+rarely change.
 
 Delay until a change is detected:
 
@@ -51,7 +53,7 @@ VALUES_AT_ONCE: Final = 16
 #: Number of containers per comparison. Only their lengths are compared.
 CONTAINERS_AT_ONCE: Final = 64
 
-#: Hooks that torch also calls if gradients are disabled.
+#: Hooks that torch calls even if gradients are disabled.
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -66,7 +68,7 @@ class ValueWatch:
         always: Entries to compare at every replay, because the step is known to change them.
 
     Attributes:
-        due: Tick of the lane. The first replay at or after this tick must call ``is_unchanged``.
+        due: The first replay whose ``tick`` is at least this number must call ``is_unchanged``.
         num_values: Number of values in objects, modules, closures and functions.
         num_class_values: Number of values in classes and in globals named in their code.
         num_containers: Number of dictionaries, lists and objects that may grow.
@@ -105,7 +107,7 @@ class ValueWatch:
         """Compare the next values; return False if ``changes`` must be called.
 
         Args:
-            tick: Current tick of the lane.
+            tick: Number of steps of the lane so far.
         """
         self.due = tick + self._interval  # first, because another thread may call mark()
         if self._is_marked:

@@ -118,7 +118,7 @@ def _inside(value: Any) -> Any:
 
 
 def _of_attributes(value: Any, path: str) -> Iterator[Record | Node]:
-    """Yield the attributes, slots and class of an object.
+    """Yield the attributes, ``__slots__`` and class of an object.
 
     Of library objects, only plain values and tensors in public attributes are recorded, because
     other attributes are internal, such as the cache of a logger. The exceptions are torch modules
@@ -197,7 +197,9 @@ def _of_function(fn: Any, found: Node) -> Iterator[Record | Node]:
             for path, one in _in_modules(imported, names):
                 yield Node(one, path, owner, plain, is_installed=installed)
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
-                yield Node(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
+                yield Node(
+                    default, f"a default argument of {plain.__code__.co_qualname}", owner, plain
+                )
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
             if name == "__class__":  # used by super(), even if the step creates no such objects
                 yield Node(_class_in(cell), name, owner, plain, is_owner=True)
@@ -213,7 +215,7 @@ def _class_in(cell: types.CellType) -> type | None:
 
 
 class ModulesNamed:
-    """Python modules that functions name, and the names in them that are still to be recorded."""
+    """Python modules that functions name, each with the attribute names still to be recorded."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, bool], tuple[Node, set[str]]] = {}
@@ -244,7 +246,7 @@ def _in_modules(modules: Iterable[Any], names: Set[str]) -> Iterator[tuple[str, 
 
     Args:
         modules: Modules that a function or an object refers to; other objects are skipped.
-        names: Names in the code that reads the modules, including those that it imports.
+        names: Names in the code that reads the modules, including imported names.
     """
     waiting = [*modules]
     seen: set[int] = set()
