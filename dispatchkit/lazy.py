@@ -13,7 +13,7 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``, which import names on first use.
+    """Return a package's ``__getattr__``, which imports names on first use, and its ``__dir__``.
 
     Args:
         package: The package's ``__name__``.

@@ -1,9 +1,9 @@
-"""User-defined axes: host values, besides the batch size, that graphs are captured for.
+"""User-defined axes: dimensions and host values, other than the batch size, with buckets.
 
 An axis may be a sequence length, an image size, or any other number that changes what a step
 computes. Each value is mapped to a bucket. The buckets of all axes and the number of adapters are
-then combined into one number, the variant. The table is indexed by the variant instead of by the
-number of adapters, so axes add no cost to configurations without them.
+then combined into one number, the variant. The dispatcher's table has one index for the variant, in
+place of one for the number of adapters, so a configuration without axes has no extra cost.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class BatchDescriptor:
         return self.num_active_loras > 0
 
     def relaxed(self) -> BatchDescriptor:
-        """Return the descriptor for mixed batches: no request count, not uniform."""
+        """Return a copy for mixed batches, without request count and query lengths."""
         return attrs.evolve(self, num_reqs=None, uniform=False, query_len=0, max_query_len=None)
 
     def __str__(self) -> str:
@@ -160,7 +160,8 @@ class GraphKey:
         descriptor: Any = self.descriptor
         if not isinstance(mode, RuntimeMode) or mode is RuntimeMode.NONE:
             allowed = "RuntimeMode.PIECEWISE or RuntimeMode.FULL"
-            raise DescriptorError("mode", mode, allowed, "Eager runs have no graph.")
+            hint = "Pass one of these; eager runs have no key."
+            raise DescriptorError("mode", mode, allowed, hint)
         if not isinstance(descriptor, BatchDescriptor):
             raise DescriptorError("descriptor", descriptor, "a BatchDescriptor")
 
@@ -207,8 +208,8 @@ class Batch:
         max_query_len: Largest number of tokens in one request, or None if unknown.
         num_active_loras: Number of adapters in use.
         allowed: Code of the allowed runtime modes, an index into ``ALLOWED_MODES``.
-        axes: One bucket per configured axis, in the order of the configuration; None if a value is
-            outside all buckets of its axis.
+        axes: One item per configured axis, in the order of the configuration: the bucket of the
+            value, or None for a value outside all buckets of the axis.
     """
 
     num_tokens: int

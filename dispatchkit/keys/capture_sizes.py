@@ -71,8 +71,8 @@ def check_capture_sizes(
             is above the limit with ``over_limit="refuse"``.
 
     Warns:
-        CaptureSizeWarning: Sizes were dropped, no size is left, or batches between the largest size
-            and the limit have no graph.
+        CaptureSizeWarning: A limit is given, and sizes were dropped, no size is left, or batches
+            between the largest size and the limit have no graph.
     """
     if isinstance(sizes, str):
         sizes = [part for part in sizes.split(",") if part.strip()]
@@ -137,9 +137,9 @@ def default_capture_sizes(
     """Return capture sizes up to and including a maximum.
 
     The sizes are 1, 2, 4, then multiples of 8 below 256 and multiples of 16 from there on. With a
-    query length above one, each of these numbers times the query length is added, so that uniform
-    batches of these numbers of requests need no padding. The size of a batch with the maximum
-    number of requests is added, too.
+    query length above one, the query length times each of these numbers is added, so that uniform
+    decode batches with such a number of requests need no padding. The size of a uniform decode
+    batch with the maximum number of requests is added, too.
 
     Args:
         max_size: Largest size, in tokens.
@@ -180,8 +180,8 @@ class SizeRules:
         descending: Whether the list is sorted largest first.
         mode_none_empties: Whether mode NONE results in no sizes.
         eager_empties_user_list: Whether ``enforce_eager`` also drops a list given by the user.
-        query_len_in_base: Whether the default maximum is derived from the number of tokens in a
-            full decode batch, instead of the number of requests.
+        query_len_in_base: Whether the default maximum is derived from ``max_num_seqs`` times the
+            query length, instead of ``max_num_seqs`` alone.
         coarse_above: Whether the step between sizes doubles from 256 on.
         small_sizes_always: Whether 1, 2 and 4 are kept even if the maximum is smaller.
         filters_user_list: Whether sizes above the token limit, and sizes that the tensor-parallel
@@ -252,7 +252,8 @@ class CaptureSizes:
 
     Attributes:
         sizes: The sizes, in the order of that generation.
-        max_size: The largest size; 0 if there are no sizes.
+        max_size: The largest size; 0 if there are no sizes. If ``round_sizes_for_query_len`` leaves
+            the sizes unrounded, this is its argument ``max_size``, if given.
         notes: One sentence for each setting that was changed or could not be applied.
     """
 
@@ -296,11 +297,12 @@ def derive_capture_sizes(
         tensor_parallel_size: Number of ranks that share each layer.
         sequence_parallel: Whether sequence parallelism is on.
         ceiling: Upper limit of the default maximum; 0.33 uses 1024 on data-center Blackwell GPUs.
-        small_steps: Whether every size up to 32 is captured (0.33's "interactivity" mode).
+        small_steps: Whether every size up to 32 is captured (0.33's "interactivity" mode); other
+            generations ignore this.
 
     Raises:
-        ConfigError: The user's list is empty, its largest usable size differs from the user's
-            maximum, or the derived maximum is below 1.
+        ConfigError: The maximum for derived sizes is below 1. In generations after 0.11, also: the
+            user's list is empty, or its largest usable size differs from the user's maximum.
         UnknownNameError: The generation is unknown.
     """
     rules = _rules(generation, SIZE_RULES)
@@ -383,8 +385,9 @@ def round_sizes_for_query_len(
         sequence_parallel: Whether sequence parallelism is on.
 
     Raises:
-        ConfigError: No rounded size fits the maximum, or the query length is neither a multiple nor
-            a divisor of the tensor-parallel size.
+        ConfigError: No rounded size fits the maximum; or sizes must also be rounded to multiples of
+            the tensor-parallel size, and the query length is neither a multiple nor a divisor of
+            that size.
     """
     rules = _rules(generation, _ROUNDING_RULES)
     given = tuple(sizes)

@@ -205,9 +205,9 @@ def naming_unknown(
 
     Args:
         function: Function to wrap.
-        owner: Name of the class whose settings the arguments are, for the message.
-        place_of: Function that returns where to set a misplaced setting, as a sentence for the
-            message; it returns "" for other names.
+        owner: Name of the class or function whose settings the arguments are, for the message.
+        place_of: Function that takes the name of an unknown argument, and returns a hint for the
+            message: where to pass the argument instead. It returns "" if no place accepts it.
 
     Raises:
         UnknownNameError: The wrapper got an unknown keyword argument. The message lists the closest

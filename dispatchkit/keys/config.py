@@ -73,7 +73,7 @@ class DispatchConfig:
             the number of draft tokens varies. The ``uniform`` argument of ``dispatch`` is a 1-based
             index into this tuple.
         varlen_decode: Whether decode graphs accept requests of varying length, up to the first
-            query length. Such batches are passed to ``dispatch`` with ``uniform`` set to
+            query length. For a batch of such requests, the ``uniform`` argument of ``dispatch`` is
             ``len(query_lens) + 1``.
         uniform_sizes: Sizes for uniform batches of more than one token per request; None means
             ``sizes``.
@@ -169,7 +169,7 @@ class DispatchConfig:
     max_num_tokens: int = attrs.field(init=False)
     max_num_seqs: int = attrs.field(init=False)
     # Lists of sizes that were already checked against a limit. attrs.evolve copies this field, so
-    # copies do not repeat the warning.
+    # copies do not repeat the warnings of the check.
     _checked: frozenset[tuple[str, Any, Any]] = attrs.field(
         default=frozenset(), alias="_checked", eq=False, repr=False
     )

@@ -37,7 +37,7 @@ class ModeError(ConfigError, AssertionError):
 
 
 class RuntimeMode(enum.IntEnum):
-    """The way a batch runs, ordered by how much of the step a graph covers.
+    """Ways to run a batch; with a larger value, graphs cover more of the step.
 
     Ranks that disagree use the smallest value, which is the most conservative mode.
     """
@@ -59,8 +59,8 @@ class RuntimeMode(enum.IntEnum):
             setting: Name of the setting, for the error message.
 
         Raises:
-            ModeError: The value is a pair of two runtime modes.
-            UnknownNameError: No mode has that name.
+            ModeError: The value is a pair of runtime modes.
+            UnknownNameError: No mode has that name or value.
         """
         if isinstance(value, cls):
             return value
@@ -97,7 +97,7 @@ class CUDAGraphMode(enum.Enum):
                 name in any case such as ``"full_and_piecewise"``, or the value of a member.
 
         Raises:
-            UnknownNameError: No mode has that name; the message lists the closest names.
+            UnknownNameError: No mode has that name or value; the message lists the closest names.
         """
         if isinstance(value, cls):
             return value
@@ -191,9 +191,9 @@ _WITHOUT_PIECEWISE = {
 
 # -- allowed modes as one small int -------------------------------------------------------
 
-#: The modes that each code allows. Codes 0, 1 and 2 are upper limits and equal the value of the
-#: runtime mode: ``RuntimeMode.PIECEWISE`` means at most PIECEWISE. Codes 3 to 6 exclude eager or
-#: skip a mode; ranks that have agreed on one mode use them.
+#: The modes that each code allows. Codes 0, 1 and 2 equal the value of a runtime mode, and allow
+#: this mode and those below it: ``RuntimeMode.PIECEWISE`` means at most PIECEWISE. Codes 3 to 6
+#: exclude eager, PIECEWISE or both; ranks that have agreed on PIECEWISE or FULL can use 3 or 4.
 ALLOWED_MODES: tuple[frozenset[RuntimeMode], ...] = (
     frozenset((RuntimeMode.NONE,)),
     frozenset((RuntimeMode.NONE, RuntimeMode.PIECEWISE)),
@@ -235,7 +235,7 @@ def allowed_modes_code(
 
     Raises:
         ConfigError: All modes are excluded, or the modes are not a list.
-        UnknownNameError: No mode has that name.
+        UnknownNameError: One of the names is not the name of a mode.
     """
     given = parse_modes(RuntimeMode if valid is None else valid, "valid")
     excluded = parse_modes(invalid, "invalid")
@@ -330,7 +330,8 @@ def resolve_mode(
         captures_piecewise: Whether pieces can be captured; False for a runner without pieces.
         rounds_sizes: Whether the caller uses one list of sizes for all modes, which requires
             rounding for query lengths above one. False for vLLM's Model Runner V2.
-        limited_by: What is limited to the given level, for messages, such as the names of pieces.
+        limited_by: Subject of the messages about the level, such as ``attention`` or the names of
+            pieces.
 
     Raises:
         ConfigError: FULL was requested for mixed batches, but the level is NEVER.

@@ -60,7 +60,7 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the counter of steps that replay these graphs: one, or one per part of a batch."""
+        """Return the counter of steps that replay a graph, or a graph per part of a split batch."""
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
@@ -151,8 +151,9 @@ class RunnerStats:
             under the joined names of its graphs.
         hit_tokens: Tokens of the steps in ``hits``, before padding, by key as a string.
         eager_by_reason: Number of eager steps by reason.
-        differing_calls: Number of replays that stopped because the result of an eager call between
-            segments differed from the capture, for example in its shape, by file and line.
+        differing_calls: Number of replays that stopped at an eager call between segments, by file
+            and line. A replay stops if the result of the call differs from the result in the
+            capture, for example in its shape.
         segments: The segments of each key that was captured in segments, by key as a string.
         real_tokens: Number of tokens (rows) passed by callers.
         padded_tokens: Number of tokens computed, including padding.
@@ -161,7 +162,8 @@ class RunnerStats:
         captures: Number of captured graphs.
         capture_failures: Number of failed captures.
         replay_failures: Number of failed replays. A graph is not replayed again after a failure.
-        evictions: Number of evicted graphs, not including graphs removed by ``clear``.
+        evictions: Number of evicted graphs, not including graphs that were invalidated, or removed
+            by ``clear``.
         failed_steps: Number of steps that raised.
     """
 

@@ -1,7 +1,8 @@
 """Events, and the observers that receive them.
 
-An observer is any object with methods named after events: ``on_capture(event)`` is called for each
-``CaptureEvent``, and so on. The event is a frozen record; later versions may add fields.
+An observer is any object with methods named after events, its callbacks: ``on_capture(event)`` is
+called for each ``CaptureEvent``, and so on. The event is a frozen record; later versions may add
+fields.
 
 Events such as captures, evictions and policy swaps are rare: a warm step sends none. A callback
 runs on the thread where the event occurs, possibly during a step or a capture. Until the callback
@@ -86,8 +87,6 @@ class CaptureFailedEvent:
 @attrs.frozen(kw_only=True)
 class EvictEvent:
     """A graph was evicted; later steps do not use it.
-
-    A replay of the graph may still be running.
 
     Attributes:
         key: The graph key, as text.
@@ -236,7 +235,7 @@ class Subscription:
 
 
 class Notifier:
-    """The subscriptions to each event class; an event calls them in the order they were made.
+    """The subscriptions to each event class; callbacks run in the order of subscription.
 
     Thread safety: any thread may call any method. Tuples of subscriptions are immutable, so a new
     subscription does not affect an event that is being delivered.
@@ -284,7 +283,7 @@ class Notifier:
     def attach(self, observer: object, source: str) -> tuple[Subscription, ...]:
         """Subscribe an observer's methods that are named after events.
 
-        The ``callback`` attribute of each event class is the name of its method, such as
+        The ``callback`` attribute of each event class is the name of the observer's method, such as
         ``on_capture``.
 
         Returns:
