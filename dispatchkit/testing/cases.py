@@ -148,8 +148,8 @@ class CaseRunner:
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Number of cases per property if ``max_examples`` of the hypothesis profile is
-            100, its default; otherwise scaled in proportion.
+        max_examples: Number of cases per property with the default hypothesis profile, which runs
+            100 examples. A profile with 200 examples doubles the number of cases.
     """
 
     seed: int = 0

@@ -1,4 +1,8 @@
-"""Run the test kit for a policy or lane policy in one call, without pytest."""
+"""Run the test kit for a policy or lane policy in one call, without pytest.
+
+Every policy must have the core set of properties. A policy that claims a *trait* by listing it in
+``traits`` must also have the properties that the trait requires.
+"""
 
 from __future__ import annotations
 
@@ -128,11 +132,11 @@ def run_policy_conformance(
     """Test a policy for the core set of properties and for the traits that it claims.
 
     Args:
-        policy: A fresh policy, or a factory of policies, such as a class. The tests use deep copies
-            of a given policy, so it does not change.
+        policy: A fresh policy, or a factory of policies, such as a class. If you pass a policy, the
+            tests use deep copies of it.
         seed: Seed of the random cases; the same seed gives the same verdict.
-        max_examples: Number of cases per property if ``max_examples`` of the hypothesis profile is
-            100, its default; otherwise scaled in proportion.
+        max_examples: Number of cases per property with the default hypothesis profile, which runs
+            100 examples. A profile with 200 examples doubles the number of cases.
         configs: Hypothesis strategy for the configurations to test; None for all kinds of
             configurations.
 
@@ -167,10 +171,10 @@ def run_lane_policy_conformance(
     """Test a lane policy for the core set of properties and for the traits that it claims.
 
     Args:
-        policy: A fresh lane policy, or a factory of lane policies, such as a class. The tests use
-            deep copies of a given lane policy, so it does not change.
-        seed: Seed of the random schedules; the same seed gives the same verdict.
-        max_examples: Number of schedules per property.
+        policy: A fresh lane policy, or a factory of lane policies, such as a class. If you pass a
+            lane policy, the tests use deep copies of it.
+        seed: Seed of the random schedules of steps; the same seed gives the same verdict.
+        max_examples: Number of random schedules per property.
 
     Returns:
         The verdict. ``Verdict.raise_if_failed`` raises AssertionError if the policy failed.
@@ -199,7 +203,7 @@ _KINDS = (
 
 
 def _factory(policy: Any, asked: str) -> Callable[[], Any]:
-    """Return a function that creates policies, after checking that they have the given method.
+    """Check that policies have the given method, and return a function that creates them.
 
     Raises:
         TypeError: The policies lack the method.

@@ -4,8 +4,8 @@
         def make_backend(self):
             return MyBackend()
 
-Each test runs once per entry of ``WAYS``. The step returns all values that its graph reads: the
-rows of the call, followed by the fill value of each input up to the bucket.
+Each test runs once per entry of ``WAYS``. The step returns each input as its graph reads it: first
+the rows of the call, then padding rows with the fill value.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Way:
         inputs: The declared inputs.
         path: Expected prefix of the paths that ``runner.controls.input_path`` returns; a tuple of
             allowed prefixes if the paths differ between sizes.
-        node: ``used``, ``none``, ``short`` (the host inputs of the largest size do not fit) or
-            ``lost`` (the node is not found in the captured graph).
+        node: The copy node of the graphs: ``used``, ``none``, ``short`` (it has no room for the
+            host inputs of the largest size) or ``lost`` (it is not found in the captured graph).
         kind: ``full``, ``pieces``, or ``registered`` for graphs captured outside the runner.
     """
 
@@ -144,7 +144,7 @@ class InputTransportTests:
 
     @pytest.fixture
     def bench(self, way: Way) -> Iterator[Bench]:
-        """Yield an object that creates runners and calls."""
+        """Yield a ``Bench`` for one entry of ``WAYS``."""
         backend = self.make_backend()
         if way.node != "none" and features_of(backend).copy_nodes is None:
             pytest.skip(f"Backend {backend.name!r} offers no copy nodes.")
@@ -275,7 +275,7 @@ class InputTransportTests:
 
     @pytest.mark.filterwarnings("ignore:The step draws random numbers")
     def test_random_numbers(self, bench: Bench) -> None:
-        """Steps that draw random numbers use the same transport, and draw as eager runs do."""
+        """Random numbers in a step do not change its transport, and equal those of an eager run."""
         if bench.way.kind != "full":
             pytest.skip("Only full graphs are tested with random numbers.")
         runner = bench.runner(draws=True)
@@ -318,7 +318,7 @@ class InputTransportTests:
 
 
 class Bench:
-    """A helper that creates runners and calls, and compares the values that graphs read."""
+    """A helper that creates runners and call arguments, and checks what the graphs read."""
 
     def __init__(self, way: Way, backend: NodeSwitch, lag: Callable[[], None]) -> None:
         self.way, self.backend, self.lag = way, backend, lag
@@ -424,7 +424,7 @@ class Bench:
     def wanted(
         self, values: Mapping[str, torch.Tensor], rows: int, bucket: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the inputs that a graph should read: values, then fill up to the bucket."""
+        """Return the inputs that a graph should read: the values, then the fill value."""
         if bucket is None:
             bucket = next(size for size in SIZES if size >= rows)
         made = {}
@@ -467,7 +467,7 @@ class Bench:
 
 
 class _CoveringPolicy(OneBucketPolicy):
-    """A policy with one key per mode and size, which chooses the smallest ready graph."""
+    """A policy with one key per mode and size; it chooses the smallest ready key that fits."""
 
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 

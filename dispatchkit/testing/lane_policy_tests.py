@@ -1,9 +1,10 @@
 """LanePolicyTests, the test kit for lane policies.
 
 Each test checks one property on random schedules with a fixed seed. A schedule submits steps to
-simulated lanes, which finish some of them; no device is needed. The docstring of a test explains
-the harm of violating its property. The core set of tests applies to every lane policy. A
-*trait* is tested if the policy claims it.
+simulated lanes and finishes some of these steps; no device is needed. The docstring of a test
+explains the harm of violating its property. The core set of tests applies to every lane policy. A
+*trait* is an optional property, which is tested if the policy lists it in ``traits`` and skipped
+otherwise.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Schedule:
 
     Attributes:
         num_lanes: Number of lanes.
-        steps: Pairs of a step to submit and the indices of the lanes that each finish their oldest
-            step afterwards.
+        steps: Pairs of a step and a tuple of lane indices. After the step is submitted, each index
+            in the tuple finishes the oldest step of its lane.
     """
 
     num_lanes: int
@@ -138,9 +139,9 @@ class LanePolicyTests:
     def test_every_step_gets_a_lane(self) -> None:
         """``choose`` always returns the index of an existing lane.
 
-        Eager steps have no key, all lanes may be busy, and there may be only one lane. If
-        ``choose`` raises or returns anything else, the step runs on the least busy lane, or raises
-        in strict mode.
+        It must also do so for eager steps (which have no key), if all lanes are busy, and if there
+        is only one lane. If ``choose`` raises or returns anything but the index of a lane, the step
+        runs on the least busy lane. In strict mode, the step raises instead.
         """
         for schedule in self._schedules():
             for _ in self._play(self.make_lane_policy(), schedule):
@@ -161,7 +162,9 @@ class LanePolicyTests:
                 at = next(index for index, pair in pairs if len({*pair}) > 1)
                 step = schedule.steps[at][0]
                 self._fail(
-                    f"chose lane {first[at]}, then lane {second[at]} for the same history", step
+                    f"chose lane {first[at]}, but a fresh policy chose lane {second[at]} for the "
+                    "same history",
+                    step,
                 )
 
     def test_policies_share_nothing(self) -> None:
@@ -303,7 +306,7 @@ class LanePolicyTests:
     def test_trait_balances_takes_the_least_busy(self) -> None:
         """No lane has both fewer unfinished steps and fewer unfinished tokens than the chosen one.
 
-        Lanes finish their steps at different times, so the load of a lane is its unfinished steps,
+        Lanes finish their steps at different times, so the load of a lane is its unfinished work,
         not the number of steps submitted to it.
         """
         self._skip_unless("balances")

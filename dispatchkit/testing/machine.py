@@ -204,7 +204,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def dispatch_what_is_impossible(self, data: st.DataObject) -> None:
-        """Check that the error for an argument outside its limits names the argument."""
+        """Check that the error for an invalid argument has the name and value of the argument."""
         config = self.config
         name, value = data.draw(
             st.sampled_from(

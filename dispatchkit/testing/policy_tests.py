@@ -60,8 +60,8 @@ class PolicyTests(CaseRunner):
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Number of cases per property if ``max_examples`` of the hypothesis profile is
-            100, its default; otherwise scaled in proportion.
+        max_examples: Number of cases per property with the default hypothesis profile, which runs
+            100 examples. A profile with 200 examples doubles the number of cases.
     """
 
     # -- declared keys ------------------------------------------------------------------
@@ -84,7 +84,8 @@ class PolicyTests(CaseRunner):
                 problem = "the same keys in a different order or number"
                 if differing:
                     problem = (
-                        f"different keys; only one result contains {', '.join(differing[:6])}{more}"
+                        "different keys; the keys in only one of the two results are "
+                        f"{', '.join(differing[:6])}{more}"
                     )
                 case.fail(f"In {call}, declare returned {problem}")
 
@@ -92,10 +93,10 @@ class PolicyTests(CaseRunner):
     def test_declared_keys_keep_within_the_limits(self, case: Case) -> None:
         """Keys respect the configured limits, query lengths and mode.
 
-        The configuration determines the size of static inputs. The capture of a larger key would
-        read past the end of these inputs. The attention backend may be unable to capture in a mode
-        that is not configured. (``max_loras`` + 1 adapters are allowed, because the base model
-        counts as one.)
+        The configuration determines the size of static inputs. The capture of a key beyond the
+        configured limits would read past the end of these inputs. The attention backend may be
+        unable to capture in a mode that is not configured. (``max_loras`` + 1 adapters are allowed,
+        because the base model counts as one.)
         """
         config, mode = case.config, case.config.mode
         most_loras = config.max_loras + (config.max_loras > 0)
@@ -184,7 +185,7 @@ class PolicyTests(CaseRunner):
             ):
                 if has is not None and needs is not None and has < needs:
                     problem = f"decide chose {key} for a batch with {what}={needs}"
-                    case.fail(problem, batch)
+                    case.fail(f"{problem}, but the key allows at most {has}", batch)
 
     @for_all_cases()
     def test_uniform_graph_serves_only_its_own_query_length(self, case: Case) -> None:
@@ -305,7 +306,7 @@ class PolicyTests(CaseRunner):
                     case.fail(f"observe requested an invalid decision: {problem}", update.batch)
 
     def test_a_plain_batch_gets_a_graph(self) -> None:
-        """If all graphs are captured, at least one batch replays in a common configuration.
+        """If all graphs are captured, ``decide`` chooses a graph for at least one typical batch.
 
         A policy that never chooses a graph would pass all other tests.
         """
@@ -506,7 +507,7 @@ class PolicyTests(CaseRunner):
             if not outcome.completed:
                 outcome = attrs.evolve(outcome, elapsed_us=0.001)
                 twin = attrs.evolve(outcome, elapsed_us=1e9)
-            case.decide(outcome.batch, other)  # both policies serve the step
+            case.decide(outcome.batch, other)  # both policies have decided for the batch
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, twin)
             if mine != theirs:
@@ -527,7 +528,7 @@ class PolicyTests(CaseRunner):
         other = case.make_policy()
         case.declare(other)
         for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=False):
-            case.decide(outcome.batch, other)  # both policies serve the step
+            case.decide(outcome.batch, other)  # both policies have decided for the batch
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, outcome)
             if mine != theirs:
@@ -687,7 +688,7 @@ class PolicyTests(CaseRunner):
     def test_trait_stateless_in_another_process(self) -> None:
         """Processes with different hash seeds make the same decisions.
 
-        In another process, sets and objects sorted by address may have a different order.
+        The order of a set, or of objects sorted by address, can differ between processes.
         """
         self.skip_unless("stateless", learning=False)
         try:

@@ -87,7 +87,7 @@ class RunnerTests:
     # -- results --------------------------------------------------------------------------
 
     def test_results_are_those_of_the_step_itself(self) -> None:
-        """Replays give eager results at each capture size, and one token below and above it."""
+        """Replays match eager runs at each capture size, and one token below and above it."""
         with self._pair() as pair:
             sizes = pair.runner.config.sizes
             edges = sorted({n + off for n in sizes for off in (-1, 0, 1)})
@@ -123,7 +123,7 @@ class RunnerTests:
                 pair.compare(result, before, "A later step changed an earlier result.")
 
     def test_random_traffic_gives_eager_results(self) -> None:
-        """Random batches give eager results while graphs are captured and evicted."""
+        """Results match eager runs while graphs are captured, evicted, disabled and enabled."""
         with self._pair() as pair:
             rng, runner = pair.rng, pair.runner
             for _ in range(self.num_steps):
@@ -180,7 +180,7 @@ class RunnerTests:
     # -- failures -------------------------------------------------------------------------
 
     def test_capture_that_fails_costs_no_result(self) -> None:
-        """Steps of the failed key run eager, and other graphs are captured and replayed."""
+        """If captures fail, all results still match eager runs, and the failures are counted."""
         with self._pair(fail_captures=lambda number: number % 2 == 0) as pair:
             for _ in range(self.num_steps):
                 pair.call(pair.rng.randint(1, pair.largest))
@@ -285,7 +285,7 @@ class _Pair:
         ceiling: int = 2,
         rng: random.Random | None = None,
     ) -> Any:
-        """Run a batch through both runners, compare the results, and return the tested one."""
+        """Run a batch through both runners, compare the results, and return that of ``runner``."""
         rng = self.rng if rng is None else rng
         uniform = rng.randrange(2) if uniform is None else uniform
         batch = self.tests.make_batch(rng, num_tokens, self.backend.torch_device)
@@ -311,7 +311,10 @@ class _Pair:
 
 
 class _FaultyBackend:
-    """A backend wrapper whose captures (except in segments) and launches fail on demand."""
+    """A backend wrapper whose captures and launches fail on demand.
+
+    Captures in segments do not fail.
+    """
 
     def __init__(self, real: GraphBackend, fail_captures: Callable[[int], bool]) -> None:
         self._real, self._fail = real, fail_captures

@@ -59,10 +59,10 @@ class SmallestPolicy:
 class OneBucketPolicy(SmallestPolicy):
     """A policy that chooses only the smallest bucket for the batch, never a larger bucket.
 
-    Use this policy in tests of graph states. If the graph of this bucket is missing, failed or
-    evicted, the step runs PIECEWISE, or eager with the state of the graph as the reason. Each mode
-    has one key per capture size and number of adapters, for mixed and uniform batches with any
-    number of requests.
+    Use this policy in tests of graph states. If the FULL graph of this bucket is missing, failed or
+    evicted, the step runs PIECEWISE. If the PIECEWISE graph is not ready either, the step runs
+    eager, with the state of the FULL graph as the reason. Each mode has one key per capture size
+    and number of adapters, for mixed and uniform batches with any number of requests.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:

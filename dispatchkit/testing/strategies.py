@@ -58,7 +58,7 @@ def configs(
         query_lens: Values of ``query_lens`` to draw from.
         max_loras: Largest ``max_loras``.
     """
-    # Tiny limits and empty sizes are valid, but reveal few faults, so they are rare.
+    # Tiny limits and an empty ``sizes`` are valid, but reveal few faults, so they are rare.
     odd = draw(st.integers(0, 3)) == 0
     limit = draw(st.integers(1 if odd else max_tokens // 2, max_tokens))
     lens = draw(st.sampled_from(query_lens))
@@ -158,7 +158,7 @@ def _batch(
 
 @st.composite
 def graph_keys(draw: st.DrawFn, config: DispatchConfig) -> GraphKey:
-    """Return a strategy for keys within a configuration's limits, declared by a policy or not."""
+    """Return a strategy for all keys within a configuration's limits, declared or not."""
     num_tokens = draw(st.integers(1, config.max_num_tokens))
     uniform, query_len, max_query_len = config.query_class(
         draw(st.integers(0, config.num_query_classes - 1))
@@ -203,7 +203,7 @@ CHANGE_KINDS = (
 def changes(
     keys: Sequence[GraphKey], *, kinds: Sequence[str] = CHANGE_KINDS
 ) -> st.SearchStrategy[Change]:
-    """Return a strategy for changes of the given keys; an empty strategy if there are none."""
+    """Return a strategy for a ``Change`` of one of the keys; it is empty if there are no keys."""
     if not keys:
         return st.nothing()
     return st.builds(Change, st.sampled_from(kinds), st.sampled_from(keys))

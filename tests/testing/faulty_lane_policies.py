@@ -101,7 +101,8 @@ class TakesOneByChance(InTurn):
 
 
 @planted(
-    "same history gives the same lanes", r"then lane \d for the same history\n  step: .*key \w+ tok"
+    "same history gives the same lanes",
+    r"a fresh policy chose lane \d for the same history\n  step: .*key \w+ tok",
 )
 class KeysByAddress(InTurn):
     """Identifies keys by their address, though equal keys are one key."""

@@ -1,4 +1,4 @@
-"""Policies that measure steps to learn which is fastest: eager or one of the graphs."""
+"""Policies that measure steps to learn whether eager or one of the graphs is fastest."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Arm:
 
     Attributes:
         ident: The graphs that are replayed, or the band of sizes that run eager.
-        memory: Approximate number of latest samples that determine an estimate.
+        memory: Approximate number of recent samples that determine an estimate.
         size: Largest number of tokens that the arm can compute in one step.
         is_eager: Whether the arm runs eager.
         is_split: Whether the arm replays several graphs.

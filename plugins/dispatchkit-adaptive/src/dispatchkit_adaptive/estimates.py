@@ -88,7 +88,7 @@ class Estimate:
     Args:
         top: Largest number of tokens of the arm. The level is the logarithm of the step time at
             ``top``.
-        memory: Approximate number of latest samples that determine the level.
+        memory: Approximate number of recent samples that determine the level.
         over_tokens: Whether the time depends on the number of tokens.
 
     Attributes:

@@ -82,7 +82,7 @@ class AdaptivePolicy:
     Args:
         base: The policy to start from and compare with: an object or a registered name.
         base_options: Options for a base that is given by name.
-        history_size: Approximate number of latest samples that determine an arm's estimate, at
+        history_size: Approximate number of recent samples that determine an arm's estimate, at
             least 8.
         margin: Smallest relative gain for which a choice is changed.
         promise: Largest share of time that may be lost compared with the base.
