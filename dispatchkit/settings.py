@@ -155,7 +155,7 @@ class Setting:
         name: Name of the setting in Python and ``pyproject.toml``.
         group: The group of the setting: ``dispatch`` (DispatchConfig), ``runner`` (GraphRunner),
             ``plugins`` or ``costs``.
-        field: The field of the record that defines the setting.
+        field: The attrs field that defines the setting.
     """
 
     name: str
@@ -216,7 +216,7 @@ SETTINGS: Mapping[str, Setting] = {
 VARIABLES: frozenset[str] = _NO_SETTINGS | {PREFIX + name.upper() for name in SETTINGS}
 """All environment variables that dispatchkit and its distributions read."""
 
-# Runner settings that are arguments of GraphRunner, not of its options.
+# Runner settings that are arguments of GraphRunner; the others are fields of RunnerOptions.
 _ARGUMENTS = names_of(RunnerArguments)
 
 
@@ -243,7 +243,7 @@ class Settings:
     """The settings in effect, each with its source.
 
     Attributes:
-        given: The values given for each setting, by its name. The first value overrides the others.
+        given: For each setting, by name, its given values; the first overrides the others.
         file: The TOML file that was read, or None.
     """
 
@@ -424,8 +424,8 @@ def load_settings(
             nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
         start: The folder where the upward search for ``pyproject.toml`` begins; by default the
             current folder.
-        sources: For settings given in the call, by name, a text for messages that describes where
-            the value comes from. By default, the text names the argument.
+        sources: Where the values given in the call come from, as text for error messages, by name
+            of the setting. By default, the text names the argument.
 
     Raises:
         UnknownNameError: A setting does not exist. The message lists the closest names.

@@ -49,15 +49,15 @@ _log = logging.getLogger("dispatchkit.plugins")
 
 @attrs.frozen(eq=False)
 class PolicyWithPlugins:
-    """A policy and its plugins, as an argument of a runner.
+    """A policy and a set of plugins, passed to a runner as its ``policy`` argument.
 
     Created by ``PluginSet.with_policy``.
 
     Attributes:
         plugins: Plugins in which the runner looks up policies, backends and lane policies by name.
             Their observers receive the runner's events.
-        policy: Name of the policy, or an object; None for the policy that a plugin selects, or else
-            the default policy.
+        policy: Name of the policy, or a policy object; None for the policy that a plugin selects,
+            or else the default policy.
     """
 
     plugins: PluginSet
@@ -65,13 +65,14 @@ class PolicyWithPlugins:
 
 
 class PluginSet:
-    """A set of plugins, and the objects that they provide by name.
+    """A set of loaded plugins; its methods create the objects that the plugins provide.
 
     Created by ``load_plugins``. Thread safety: any thread may read; ``register`` and
     ``register_policy`` hold a lock.
 
     Args:
-        candidates: Plugins that may be loaded, in any order, including the built-in backends.
+        candidates: Plugins that may be loaded, in any order. The built-in backends are available
+            only if the plugin that registers them is a candidate.
         names: Filter for the candidates; by default, all are loaded.
         replace: Built-in names that plugins may replace.
         max_faults: Number of consecutive exceptions after which an observer's callback is disabled.
@@ -269,7 +270,7 @@ class PluginSet:
             try:
                 return self.get_policy(name).name
             except UnknownNameError as error:
-                error.add_note(f"Selected by {hook} of {origin}.")
+                error.add_note(f"Selected by {hook} of plugin {origin.plugin!r} ({origin}).")
                 raise
         return None
 
@@ -280,8 +281,8 @@ class PluginSet:
         receive the runner's events.
 
         Args:
-            policy: Name of the policy, or an object. None selects the policy that a plugin chooses
-                for the configuration, or else the default policy.
+            policy: Name of the policy, or a policy object. None selects the policy that a plugin
+                chooses for the configuration, or else the default policy.
         """
         return PolicyWithPlugins(self, policy)
 
@@ -305,8 +306,9 @@ class PluginSet:
                     self._manager.unregister(name=name)
                     raise PluginError(
                         loaded.origin,
-                        f"{spec.kind} {spec.name!r} is already registered ({taken.origin}); "
-                        "choose another name, or exclude that plugin with `block`.",
+                        f"{spec.kind} {spec.name!r} is already registered by another plugin "
+                        f"({taken.origin}). Choose another name, or exclude the other plugin, "
+                        f"for example with load_plugins(block=[{taken.origin.plugin!r}]).",
                     )
             self._commit(loaded)
             self._loaded[name] = loaded
@@ -354,9 +356,9 @@ def load_plugins(
 ) -> PluginSet:
     """Load the installed plugins into a new set.
 
-    ``allow`` and ``block`` contain names of entry points or distributions. A plugin is loaded only
-    if the arguments and the environment both allow it and neither blocks it; other plugins are not
-    imported. Each call returns an independent set.
+    ``allow`` and ``block`` contain names of entry points or distributions. An installed plugin is
+    loaded only if the arguments and the environment both allow it and neither blocks it; otherwise
+    it is not imported. Each call returns an independent set.
 
     Args:
         allow: The only installed plugins to load; by default all, and with an empty list none. The
@@ -365,8 +367,9 @@ def load_plugins(
         block: Plugins to skip, in addition to the plugins in DISPATCHKIT_DISABLE.
         extra: Additional plugins as tuples (name, object); ``allow`` does not apply to them.
         replace: Built-in names that plugins may replace.
-        strict: Whether to raise an error for broken or missing plugins, after logging them; if
-            False, they are logged and skipped.
+        strict: Whether to raise the problems that occurred while plugins were loaded, after logging
+            them. Such problems include failed imports, missing plugins and conflicts of names. If
+            False, they are only logged.
         environ: Environment variables; by default ``os.environ``.
 
     Raises:

@@ -31,10 +31,10 @@ class GraphEntry:
     Attributes:
         key: Key of the graph.
         state: The state of its graph.
-        graph: The executor's graph object, with everything it reads; opaque to the registry.
+        graph: The executor's object for the graph; the registry only stores it.
         num_bytes: Memory in bytes that the capture added; 0 if the graph fits into the memory of
             other graphs, or was captured outside the runner.
-        reason: Why the graph failed, was evicted or became stale.
+        reason: Why the graph failed, was evicted or became stale; otherwise empty.
         attempts: Number of failed captures and replays since the last successful capture.
     """
 

@@ -62,12 +62,13 @@ class GraphRegistry:
     """The keys, their entries and the transitions between states.
 
     Readers need no lock, because entries are immutable and replaced as a whole. Writers hold one
-    lock. Listeners are called in order under that lock and must not write.
+    lock. Listeners are called under that lock, in the order in which they subscribed. They must not
+    write.
 
     Attributes:
-        lock: The lock that writers hold. Tables derived from the registry must use this lock. With
-            a second lock, a listener and a declaration would acquire the two locks in opposite
-            orders and could deadlock.
+        lock: The lock that writers hold. Tables derived from the registry must use this lock. If a
+            table had its own lock, two threads could deadlock: a listener acquires the table's lock
+            after the registry's, but a swap declares keys while it holds the table's lock.
         num_changes: Number of changes: keys added, removed, changed, enabled or disabled.
     """
 
@@ -111,10 +112,10 @@ class GraphRegistry:
         return self._disabled_modes
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the keys of a mode whose graphs can serve a batch, smallest first.
+        """Yield those keys of a mode that can serve a batch, smallest first.
 
         Keys of the same size are ordered by number of adapters, fewest first, and then by kind:
-        uniform, mixed with a maximum query length, mixed.
+        uniform keys, mixed keys that have a maximum query length, other mixed keys.
         """
         streams = []
         for family, members in self._families.copy().items():
@@ -142,7 +143,7 @@ class GraphRegistry:
         """Declare keys; keys that are already declared do not change.
 
         Raises:
-            DescriptorError: The value is not a list of keys.
+            DescriptorError: ``keys`` is not a list of keys.
         """
         if not isinstance(keys, Iterable):
             raise DescriptorError("keys", keys, "a list of GraphKeys")

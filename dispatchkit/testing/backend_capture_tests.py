@@ -24,12 +24,12 @@ NOT_POISONED = (
 
 
 class CaptureTests:
-    """Tests that replays compute the same results as eager runs, without running Python."""
+    """Tests that replays run no Python code and compute the same results as eager runs."""
 
     # -- attributes ---------------------------------------------------------------------
 
     def test_it_names_itself_and_its_device(self, rig: Rig) -> None:
-        """Reports and lookups by name require the name and the device of a backend."""
+        """A backend must provide its name and its device, because reports show both."""
         assert rig.backend.name
         assert rig.zeros(1).device == rig.torch.device(rig.backend.torch_device)
         assert isinstance(rig.backend.capabilities, BackendCapabilities)

@@ -153,7 +153,7 @@ class FailureTests:
             rig.capture(run)
         except KeyboardInterrupt:
             passed = True
-        except CaptureError:  # converted, which the assertion reports
+        except CaptureError:  # converted; the assertion below fails
             pass
         assert passed, (
             "KeyboardInterrupt in a capture was swallowed or converted to another exception."

@@ -28,7 +28,7 @@ def offered(rig: Rig, part: str) -> Any:
 
 
 def direct_launch(rig: Rig, graph: Any) -> tuple[LaunchCall, Any]:
-    """Return a graph's direct launch; skip the test if only ``replay`` can launch it."""
+    """Return a graph's direct launch; skip the test if only ``replay`` can launch the graph."""
     found = offered(rig, "direct_launches").direct_launch(graph)
     if found is None:
         pytest.skip(f"Backend {rig.backend.name!r} launches this graph only through replay.")
@@ -99,14 +99,16 @@ class OptionalTests:
         graph.release()
 
     def test_workspaces_belong_to_streams_that_were_captured(self, rig: Rig) -> None:
-        """Workspaces are kept as long as graphs captured on the stream may use them."""
+        """Workspaces of a stream are kept as long as graphs captured on it may use them."""
         meter = offered(rig, "meters")
         stream, square = rig.backend.new_stream(), rig.randn(16, 16)
         assert meter.workspace_bytes(stream) >= 0
         run = lambda: square @ square  # noqa: E731
         rig.backend.warmup(run, stream=stream)
         graph = rig.backend.capture(run, stream=stream, pool=rig.pool)
-        assert meter.workspace_bytes(stream) > 0, "The stream's workspaces are not counted."
+        assert meter.workspace_bytes(stream) > 0, (
+            "workspace_bytes() is 0 after the capture of a matrix product."
+        )
         graph.release()
 
     # -- sleeping memory ------------------------------------------------------------------
@@ -188,7 +190,7 @@ class OptionalTests:
         """Each direct launch runs the graph once, on the given stream."""
         x, count = rig.zeros(4), rig.zeros(1)
         graph = rig.warm_capture(lambda: (count.add_(1), x * 2 + 1))
-        graph.replay()  # a backend may detect random draws only in the first replay
+        graph.replay()  # some backends cannot detect random draws before this replay
         assert not graph.has_random_state
         launch, handle = direct_launch(rig, graph)
         count.zero_()
@@ -217,7 +219,7 @@ class OptionalTests:
         assert launches.direct_launch(Foreign()) is None
 
     def test_a_released_graph_has_no_direct_launch(self, rig: Rig) -> None:
-        """After the release, the handle may identify another graph."""
+        """After a release, the graph's handle may identify another graph."""
         launches = offered(rig, "direct_launches")
         x = rig.zeros(2)
         graph = rig.capture(lambda: x + 1)
@@ -242,7 +244,7 @@ class OptionalTests:
         assert rig.read(rig.replayed(graph)) == [1.0]
 
     def test_a_released_graph_is_not_uploaded(self, rig: Rig) -> None:
-        """After the release, the handle may identify another graph."""
+        """After a release, the graph's handle may identify another graph."""
         uploads = offered(rig, "uploads")
         x = rig.zeros(2)
         graph = rig.capture(lambda: x + 1)
@@ -256,7 +258,7 @@ class OptionalTests:
     # -- copy nodes -----------------------------------------------------------------------
 
     def test_a_copy_node_does_what_it_was_set_to_last(self, rig: Rig) -> None:
-        """A graph reads the current rows, then the fill value, and no rows of earlier batches."""
+        """After the rows of a batch, a graph reads the fill value, not rows of earlier batches."""
         torch = rig.torch
         x, host = rig.zeros(8, 4), rig.zeros(8)
         node = offered(rig, "copy_nodes").copy_node(2, x.nbytes, data_bytes=host.nbytes)
@@ -275,7 +277,9 @@ class OptionalTests:
         problem = node.attach(graph)
         assert not problem, f"The copy node was not attached to its graph: {problem}."
         graph.replay()
-        assert rig.read(graph.outputs[1]) == [0.0] * 8, "The node copied before it was set."
+        assert rig.read(graph.outputs[1]) == [0.0] * 8, (
+            "The copy node copied data before its parameters were set."
+        )
 
         sevens = int.from_bytes(struct.pack("<ff", 7.0, 7.0), "little")
         regions = [
@@ -287,14 +291,16 @@ class OptionalTests:
         for batch in (rig.randn(3, 4), rig.randn(3, 4)):
             data.copy_(torch.arange(3.0))
             code = set_node([batch])
-            assert not code, f"Setting the node failed with error code {code}."
+            assert not code, (
+                f"Setting the parameters of the copy node failed with error code {code}."
+            )
             data.fill_(-1)  # no effect, because the data was read when the node was set
             graph.replay()
             assert rig.equal(graph.outputs[0][:3], batch * 2), (
                 "The graph did not read the rows of the batch."
             )
             assert rig.read(graph.outputs[0][3:]) == [[14.0] * 4] * 5, (
-                "The graph did not read the fill value after the rows."
+                "The graph did not read the fill value after the rows of the batch."
             )
             assert rig.read(graph.outputs[1]) == [0.0, 2.0, 4.0, *[14.0] * 5]
         x.fill_(1)
@@ -304,7 +310,9 @@ class OptionalTests:
         x.fill_(5)
         assert not node.stop()
         graph.replay()
-        assert rig.read(graph.outputs[0]) == [[10.0] * 4] * 8, "The stopped node still copies."
+        assert rig.read(graph.outputs[0]) == [[10.0] * 4] * 8, (
+            "The copy node still copies after stop()."
+        )
 
     # -- captures without a watch -----------------------------------------------------------
 

@@ -213,10 +213,10 @@ class SegmentTests:
         got = [rig.read(one), rig.read(draw())]
         last.replay()
         got.append(rig.read(two))
-        assert got == want, f"Segments draw {got}, but eager draws {want}."
+        assert got == want, f"Segments draw {got}, but eager runs draw {want}."
 
     def test_captures_do_not_nest_between_segments(self, rig: Rig) -> None:
-        """Between segments, the thread is still inside the outer capture."""
+        """Between segments, the capture continues, so a second capture is refused."""
         x = rig.zeros(4)
 
         def run(capture: Any) -> Any:

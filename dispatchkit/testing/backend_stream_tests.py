@@ -14,7 +14,7 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> None:
-    """Check that a call raises this type of error; if not, report the problem."""
+    """Check that a call raises an error of a given type; otherwise report the problem."""
     try:
         call()
     except error:
@@ -102,7 +102,9 @@ class StreamTests:
         graphs += [rig.capture(run(size)) for size in sizes]
         alone = [rig.backend.pool_bytes(pool) for pool in pools]
         shared = rig.backend.pool_bytes(rig.pool)
-        assert shared < sum(alone), "The shared pool is not smaller than one pool per graph."
+        assert shared < sum(alone), (
+            "The shared pool is not smaller than all separate pools together."
+        )
         assert shared <= 1.25 * alone[0]
         base.fill_(2)
         # (relu((2 + 1) * 2) - 3) * 2 is 6 for each element.

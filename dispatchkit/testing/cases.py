@@ -170,7 +170,7 @@ class CaseRunner:
     # -- internals ------------------------------------------------------------------------
 
     def skip_unless(self, trait: str | None, *, learning: bool) -> None:
-        """Skip the test if the policy lacks the trait, or if it must learn but does not."""
+        """Skip the test if the policy lacks the trait or, if ``learning`` is True, ``observe``."""
         policy = self.make_policy()
         if trait is not None and trait not in policy_traits(policy):
             raise unittest.SkipTest(f"trait {trait} is not claimed")
@@ -226,7 +226,8 @@ class CaseRunner:
         return case
 
 
-# Drawn configurations and seeds, by test class, seed and number of configurations.
+# Pairs of a drawn configuration and the seed of its case. The keys are the test class, and then the
+# seed of the class and the number of configurations.
 _drawn: weakref.WeakKeyDictionary[
     type[CaseRunner], dict[tuple[int, int], list[tuple[DispatchConfig, int]]]
 ] = weakref.WeakKeyDictionary()

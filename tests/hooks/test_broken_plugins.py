@@ -310,7 +310,8 @@ def test_register_is_all_or_nothing_where_one_name_is_taken() -> None:
         dispatchkit_register_policies=dispatchkit_register_policies,
         dispatchkit_select_policy=dispatchkit_select_policy,
     )
-    with pytest.raises(PluginError, match=r"'mine'.*'taken' is already registered \(passed in"):
+    problem = r"'mine'.*'taken' is already registered by another plugin \(passed in"
+    with pytest.raises(PluginError, match=problem):
         plugins.register("mine", hooks)
     assert list(plugins.policies) == ["taken"]
     assert plugins.select_policy(SimpleNamespace()) is None

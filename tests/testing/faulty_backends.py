@@ -190,12 +190,12 @@ class SharedSeedBackend(TapeBackend):
 
 planted(
     "test_replays_on_two_streams_draw_in_the_order_they_were_asked_for",
-    r"on two streams differ from eager",
+    r"on two streams equal the eager draws",
     own_generator=False,
 )(SharedSeedBackend)
 
 
-@planted("test_a_capture_leaves_draws_in_flight_alone", r"capture changed the draws of a replay")
+@planted("test_a_capture_leaves_draws_in_flight_alone", r"After a capture during a replay, only")
 class CaptureResetsSeedBackend(SharedSeedBackend):
     """A capture fills in the shared seed too, without waiting for draws in flight."""
 
@@ -547,7 +547,7 @@ class ForgetsNotesBackend(OfferingTape):
         return super().capture(run, watched=watched and notes is None, **options)
 
 
-@planted("test_a_copy_node_does_what_it_was_set_to_last", r"stopped node still copies")
+@planted("test_a_copy_node_does_what_it_was_set_to_last", r"copy node still copies after stop")
 class StopsNothingBackend(OfferingTape):
     """``stop`` leaves the node as it was set."""
 
@@ -618,7 +618,7 @@ class KeepsSegmentsBackend(TapeBackend):
         return super().capture_segments(run_keeping, **options)
 
 
-@planted("test_segments_draw_as_eager_draws", r"but eager draws")
+@planted("test_segments_draw_as_eager_draws", r"but eager runs draw")
 class DrawsTwiceBackend(TapeBackend):
     """The second segment starts from the generator's state at capture."""
 
