@@ -22,6 +22,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import pytest
@@ -549,6 +550,61 @@ def weight_with_other_memory() -> Any:
     return step
 
 
+@form
+def seed_of_the_step() -> Any:
+    def step(x: Any) -> Any:
+        torch.manual_seed(7)
+        return x + torch.rand(2)
+
+    return step
+
+
+@form
+def seed_in_a_fork() -> Any:
+    def step(x: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return x + torch.rand(2)
+
+    return step
+
+
+@form
+def generator_state_put_back() -> Any:
+    def step(x: Any) -> Any:
+        state = torch.get_rng_state()
+        x = x + torch.rand(2)
+        torch.set_rng_state(state)
+        return x
+
+    return step
+
+
+@form
+def generator_of_each_call() -> Any:
+    return lambda x: x + torch.rand(2, generator=torch.Generator().manual_seed(3))
+
+
+@form
+def default_factory_of_a_dictionary() -> Any:
+    numbers = itertools.count()
+    found: Any = collections.defaultdict(lambda: next(numbers))
+    return lambda x: x * found[len(found)]
+
+
+@form
+def method_of_a_methodcaller() -> Any:
+    class Bumped:
+        n = 0
+
+        def bump(self, by: int) -> int:
+            self.n += by
+            return self.n
+
+    bumped, call = Bumped(), methodcaller("bump", by=2)
+    return lambda x: x * call(bumped)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_results_are_those_of_plain_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every call, from the first one on."""
@@ -593,6 +649,18 @@ def test_the_reason_of_an_undeclared_generator_says_how_to_declare_it() -> None:
 
 
 # -- values that other code changes after the capture -----------------------------------------
+
+
+class ScaleOfOperators:
+    """Values that are read by an operator and by a name in an object."""
+
+    hidden = other = 1.0
+
+    def __round__(self) -> float:
+        return self.hidden
+
+
+SCALE_OF_OPERATORS = ScaleOfOperators()
 
 
 class Scale:
@@ -716,6 +784,14 @@ READS: dict[str, tuple[Callable[[Any], Any], Callable[[float], Any]]] = {
     "an option of an optimizer": (
         lambda x: x * OPTIMIZER.param_groups[0]["lr"],
         lambda v: OPTIMIZER.param_groups[0].update(lr=v),
+    ),
+    "a number that rounding returns": (
+        lambda x: x * round(SCALE_OF_OPERATORS),  # type: ignore[call-overload]
+        lambda v: setattr(SCALE_OF_OPERATORS, "hidden", v),
+    ),
+    "the name in an attrgetter": (
+        functools.partial(lambda get, x: x * get(SCALE_OF_OPERATORS), attrgetter("other")),
+        lambda v: setattr(SCALE_OF_OPERATORS, "other", v),
     ),
     "a context variable": (lambda x: x * VARIABLE.get(), VARIABLE.set),
     "a number of C": (lambda x: x * NUMBER.value, lambda v: setattr(NUMBER, "value", v)),

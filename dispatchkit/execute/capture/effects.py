@@ -41,6 +41,10 @@ from dispatchkit.execute.step.values import ValueWatch
 #: Number of times that a value may be replaced before captures of its step are refused.
 MAX_REPLACED: Final = 8
 _MAX_NAMED: Final = 3
+#: Functions that set the state of random generators.
+_SEEDING: Final = frozenset(
+    {"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all", "fork_rng", "set_seed"}
+)
 _CACHE: Final = "cache"
 _OTHER_THREAD: Final = "other thread"
 _NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -217,6 +221,21 @@ class PythonEffects:
             finally:
                 if changed := before.changes():
                     restore(changed)
+
+    def check_draws(self) -> None:
+        """Check that a step which draws random numbers does not also seed a generator.
+
+        Raises:
+            CaptureError: The step's code names a function that sets the state of a generator.
+        """
+        read = self.state(graphs_alone=bool(self._graphs_alone))
+        if found := sorted(read.names_read() & _SEEDING):
+            raise CaptureError(
+                f"The step draws random numbers, and its code names {found[0]}, which sets the "
+                "state of a random generator. A replay would not do so, and would draw different "
+                "numbers. Set the state outside the step. Until then, every step runs eager.",
+                reason=Reason.PYTHON_STATE,
+            )
 
     def check_run(self) -> tuple[Entry, ...]:
         """Check the changes made by one run, before another run can revert them.

@@ -364,6 +364,8 @@ class Warmups:
             for tensor in watch.written:
                 self._written.add(tensor)
             self.effects.check_run()
+            if watch.draws:
+                self.effects.check_draws()
             self._peaks[family] = (watch.peak_bytes, key.num_tokens)
             left = self._warmups - 1
             compiled = watch.compiled_code()

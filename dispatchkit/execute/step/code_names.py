@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +66,17 @@ def names_at(site: Any) -> frozenset[str]:
     if isinstance(site, type):
         return frozenset().union(*(names_in(fn.__code__) for _, fn in methods_of(site)))
     return names_in(site.__code__) if isinstance(site, types.FunctionType) else frozenset()
+
+
+def names_of_getter(value: Any) -> frozenset[str]:
+    """Return the names in an ``attrgetter`` or ``methodcaller``; empty for any other object."""
+    if not isinstance(value, (operator.attrgetter, operator.methodcaller)):
+        return frozenset()
+    reduced: Any = value.__reduce__()
+    made, arguments = reduced
+    if isinstance(value, operator.methodcaller):  # keyword arguments are bound by ``partial``
+        arguments = getattr(made, "args", arguments)[:1]
+    return frozenset(name for path in arguments for name in str(path).split("."))
 
 
 def own_functions(cls: type) -> Iterator[tuple[str, types.FunctionType]]:

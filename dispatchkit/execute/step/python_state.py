@@ -34,6 +34,7 @@ from dispatchkit.execute.step.code_names import (
     methods_of,
     names_called,
     names_in,
+    names_of_getter,
 )
 from dispatchkit.execute.step.container_kinds import (
     DATA,
@@ -66,7 +67,10 @@ _OPERATORS = frozenset(
         "getattr getattribute getitem missing contains iter next len bool enter exit get set "
         "index int float hash eq ne lt le gt ge neg pos abs invert add sub mul matmul truediv "
         "floordiv mod pow radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow iadd isub imul "
-        "imatmul itruediv and or xor lshift rshift torch_function array class_getitem"
+        "imatmul itruediv and or xor lshift rshift torch_function array class_getitem setitem "
+        "delitem reversed round floor ceil trunc complex divmod rdivmod rand ror rxor rlshift "
+        "rrshift iand ior ixor ilshift irshift ipow imod ifloordiv copy deepcopy await aiter "
+        "anext aenter aexit instancecheck subclasscheck"
     ).split()
 )
 #: Methods that run when an object is called.
@@ -233,6 +237,10 @@ class PythonState:
         reached = self._reached({one for one, codes in self._roots.items() if codes & self._codes})
         return tuple(one for one in iterators if id(one.record.holder) in reached)
 
+    def names_read(self) -> frozenset[str]:
+        """Return the names in the step's code, directly or through functions that it names."""
+        return frozenset(self._names_read())
+
     def containers_read(self) -> tuple[Container, ...]:
         """Return the containers that can grow and that the step's code may read."""
         names = self._names_read()
@@ -309,9 +317,9 @@ class PythonState:
                     codes.add(fn.__code__)
         # A callable in a closure, a global or an attribute may be called under any name.
         codes |= {fn.__code__ for one in self._callables.values() for fn in functions_of(one)}
+        found = set(_ALWAYS_READ).union(*map(names_of_getter, self._kept))
         for cls in self._called:
             codes |= {fn.__code__ for name, fn in methods_of(cls) if name in _CALLS}
-        found = set(_ALWAYS_READ)
         waiting = list(found)
         while codes or waiting:
             new = codes or methods.pop(waiting.pop(), set())

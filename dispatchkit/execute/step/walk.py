@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import gc
 import sys
@@ -99,6 +100,8 @@ def parts_of(found: Node) -> Iterator[Record | Node]:
         return
     if isinstance(value, FUNCTIONS):
         yield from _of_function(value, found)
+    if isinstance(value, collections.defaultdict):
+        yield Node(value.default_factory, found.path, "", None)
     if (inner := _inside(value)) is not None:
         yield Node(inner, found.path, "", None, found.is_entry)
     kind = kind_of(value)
