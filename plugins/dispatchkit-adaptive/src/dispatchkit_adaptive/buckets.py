@@ -72,8 +72,8 @@ class Bucket:
         arms: All arms that can run the batches.
         eager: The eager arm; None if eager is not allowed.
         example: One batch of the bucket.
-        graph: The arm for batches above ``limit``, which replays one or more graphs; None if all
-            batches run eager.
+        graph: The arm that replays graphs, for batches above ``limit``; None if all batches run
+            eager.
         limit: Number of tokens up to which eager is used; may be infinite.
         sizes: Smallest and largest number of tokens among the batches decided so far.
         stale: Range of tokens whose cells may still hold an earlier decision; None if no cell does.
@@ -162,7 +162,7 @@ class Bucket:
         return []
 
     def renew(self) -> list[CellUpdate]:
-        """Return the update that empties the stale cells; empty if there are none."""
+        """Return the update that clears the stale cells, or an empty list if there are none."""
         if self.stale is None:
             return []
         (first, last), self.stale = self.stale, None

@@ -1,12 +1,12 @@
 """Estimate how long an arm takes, with a robust Kalman filter over the logarithm of its times.
 
 An arm is a way to run a step: with one or more graphs, or eager within one band of sizes. Its time
-follows a power law, ``log us = level + slope * log(tokens / top)``; graphs have no slope. The noise
-is a few percent, but occasionally a step takes many times as long as usual. A sample that differs
-from the estimate by ``CLIP`` standard errors or more therefore does not move the estimate. The
-level is modeled as a random walk, so old samples lose weight. A *surprise* is the logarithm of the
-ratio of a sample to the expected time. ``Watch`` detects jumps of the level from the mean of the
-latest surprises.
+follows a power law, ``log us = level + slope * log(tokens / top)``, where ``top`` is the arm's
+largest number of tokens. A graph has slope 0. The noise is a few percent, but occasionally a step
+takes many times as long as usual. A sample that differs from the estimate by ``CLIP`` standard
+errors or more therefore does not move the estimate. The level is modeled as a random walk, so old
+samples lose weight. A *surprise* is the logarithm of the ratio of a sample to the expected time.
+``Watch`` detects jumps of the level from the mean of the latest surprises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 8, 16, 32, 64))
 LIMIT = 4.5
 #: A sample that differs from the estimate by a factor above 2.5 is usually an outlier. Its surprise
-#: counts only as ``OUTLIER_EVIDENCE`` standard errors, so only four in a row indicate a jump.
+#: counts only as ``OUTLIER_EVIDENCE`` standard errors, so it takes four in a row to show a jump.
 OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
 #: Variance of the median of normal samples, relative to the variance of their mean.
 MEDIAN_VARIANCE = math.pi / 2.0
@@ -146,8 +146,8 @@ class Estimate:
     def largest(self, log_us: float) -> float:
         """Return the largest number of tokens with an expected time of at most ``exp(log_us)``.
 
-        If the slope is negative or practically 0, return infinity if the level is at most
-        ``log_us``, otherwise -infinity.
+        If the slope is negative or practically 0, the result is infinity, or -infinity if the level
+        exceeds ``log_us``.
         """
         off = log_us - self._level
         if self._slope <= 1e-3:
@@ -208,7 +208,10 @@ class Estimate:
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
 
     def borrow(self, jump: float) -> None:
-        """Apply a jump seen in other arms, up to a total of ``OUTLIER`` until the next sample."""
+        """Apply a jump seen in other arms.
+
+        Between two samples, the sum of these jumps is limited to ``OUTLIER`` in either direction.
+        """
         believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
         jump, self._borrowed = believed - self._borrowed, believed
         self._level += jump
@@ -233,7 +236,8 @@ class Estimate:
         """Restore an estimate from the return value of ``numbers``.
 
         Raises:
-            ValueError: A number is missing, out of range, or inconsistent with another.
+            ValueError: A field is missing or unknown, or a number is out of range or inconsistent
+                with another.
         """
         if set(numbers) != set(self.numbers()):
             given, wanted = ", ".join(sorted(numbers)), ", ".join(sorted(RANGES))
@@ -243,10 +247,11 @@ class Estimate:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and least <= value <= most):  # false for NaN
                 raise ValueError(f"{name} is {value!r}, not a number from {least} to {most}")
-        if numbers["covariance"] ** 2 > numbers["var_level"] * numbers["var_slope"] * (1 + 1e-6):
-            covariance = numbers["covariance"]
+        covariance, limit = numbers["covariance"], numbers["var_level"] * numbers["var_slope"]
+        if covariance**2 > limit * (1 + 1e-6):
             raise ValueError(
-                f"covariance is {covariance!r}, too large for its var_level and var_slope"
+                f"covariance is {covariance!r}, but its square must be at most {limit!r} "
+                "(var_level * var_slope)"
             )
         self.samples, self.noise = int(numbers["samples"]), float(numbers["noise"])
         self._level, self._slope = float(numbers["level"]), float(numbers["slope"])

@@ -2,10 +2,10 @@
 
 If the host submits steps well before the device reaches them, host time causes no delay. Only
 device time counts then, and the policy prefers the arm with the least device time. This arm is
-often eager, and submitting eager steps may take the host so long that it falls behind. The averages
-therefore always describe the arms with the least device time, even while other arms are in use.
-Otherwise, each detected change would itself change the averages from which the next change is
-detected.
+often eager, and submitting eager steps may take the host so long that it falls behind. ``HostLoad``
+therefore always averages the times of the arms with the least device time, even while other arms
+are in use. If it averaged the times of the arms in use, the averages would shift with each change
+of arms, and the policy would switch back and forth.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostLoad:
     _patience: int = _PATIENCE
 
     def add_submission(self, host_us: float, *, is_eager: bool) -> None:
-        """Add the microseconds that submitting a step took, clipped to twice their average."""
+        """Add the time of submitting a step, clipped to twice the average submit time."""
         usual = self._submit_us.setdefault(is_eager, host_us)
         self._submit_us[is_eager] += (min(host_us, 2.0 * usual) - usual) / _SHORT_MEMORY
 

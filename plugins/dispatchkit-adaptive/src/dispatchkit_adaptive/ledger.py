@@ -66,7 +66,11 @@ class Ledger:
         return PLANNED * self.promise * mean * max(self.steps, GRACE) + self.lead_us
 
     def horizon(self, spacing: float = 0.0) -> float:
-        """Return the number of steps until a change is noticed, at the given or current spacing."""
+        """Return the number of steps until a slowdown or speedup is noticed.
+
+        Args:
+            spacing: Number of steps from one measured step to the next; 0 for the current average.
+        """
         spacing = spacing or self.spacing
         late = spacing if spacing > 1.5 else 0.0  # outcomes are processed in the next measured step
         return NOTICED_AFTER * spacing + late
@@ -107,7 +111,7 @@ class Stakes:
 
     Attributes:
         margin: Smallest relative gain for which the choice is changed if no time was saved earlier.
-        room_us: Microseconds that each step may lose until a change is noticed. If ``room_us`` is
+        room_us: Microseconds that each step may lose until a slowdown is noticed. If ``room_us`` is
             not positive, the base is used.
         lead_us: The part of ``room_us`` that comes from time saved earlier.
     """

@@ -64,13 +64,13 @@ _VERIFYING_COST = 0.01
 # The pace stays 1 if, at that pace, fewer than this many steps pass from one measured step to the
 # next.
 _WORTH_SAVING = 8.0
-# Steps are measured less often only if the allowance is at least this many times the time at risk.
+# The pace is doubled only if the allowance is at least this many times the time at risk.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 # Number of consecutive outcomes in other regimes after which the latest regime becomes current.
 _REGIME_CHANGE = 8
-# If a single graph covers a batch, splitting the batch is also considered if the parts compute at
-# most this share of the tokens of the single graph.
+# Even if a single graph covers a batch, splitting the batch is considered if the parts compute at
+# most this share of the graph's tokens.
 _WORTH_SPLITTING = 0.75
 # Assumed time of an arm with too few samples, relative to the arm in use.
 _UNKNOWN_COST = 3.0
@@ -229,7 +229,8 @@ class AdaptivePolicy:
         if len(found) + may_be_eager < 2:
             return None
         if not own and not (base.key is None and may_be_eager):
-            # A graph before the last is padded, or eager is not allowed: the base has no arm.
+            # The base has no arm: its split pads a graph before the last, or it runs eager although
+            # eager is not allowed.
             return None
         kind = attrs.evolve(base, parts=()) if base.parts else base
         ident = (batch.allowed, kind, own, tuple(found), band)
@@ -344,7 +345,7 @@ class AdaptivePolicy:
                 if key not in self._places:
                     hint = "Dispatch the batch first, then record its times."
                     raise ConfigError("key", key, "a batch that was dispatched before", hint)
-                hint = "The policy has no choice for this batch, so do not record its times."
+                hint = "There is nothing to choose for this batch, so do not record its times."
                 allowed = "a batch that may run both eager and with a graph"
                 raise ConfigError("key", key, allowed, hint)
         self._learn(arm, (clock, queued), key.num_tokens, latency_us)
@@ -356,8 +357,8 @@ class AdaptivePolicy:
 
         Call this method after a capture, and again after the outcomes of all runs have been
         observed. The first call returns a run of each graph at its size, and eager runs at both
-        ends of each band of sizes. Later calls repeat the runs of the base's arm, and of arms whose
-        time cannot yet be distinguished from the time of the base's arm.
+        ends of each band of sizes. If an arm and the base's arm are too close to tell which is
+        faster, later calls repeat the runs of both.
         """
         self._choose_all()
         self._calibration_rounds += 1
@@ -562,7 +563,7 @@ class AdaptivePolicy:
         bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
 
     def _choose_later(self, arm: Arm) -> None:
-        """Schedule a new choice for all buckets that contain an arm."""
+        """Schedule a new choice for all buckets that have this arm."""
         self._to_choose.update(dict.fromkeys(self._with_arm[arm]))
 
     def _choose_next(self) -> list[CellUpdate]:
@@ -589,7 +590,7 @@ class AdaptivePolicy:
         before: float | None,
         us: float,
     ) -> None:
-        """Add the steps that an outcome represents to the account."""
+        """Account for the steps that an outcome represents."""
         ledger, size, is_base = self.ledger, outcome.batch.num_tokens, arm is bucket.base_arm
         steps = ledger.steps_for(outcome.step, one_shot=outcome.decision.one_shot, is_base=is_base)
         if outcome.decision.reason == PROBE:

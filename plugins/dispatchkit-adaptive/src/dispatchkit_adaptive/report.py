@@ -83,7 +83,8 @@ class BucketReport:
                 continue
             gap = ""
             if one.margin:
-                gap = f", {abs(one.margin):.1%} {'slower' if one.margin > 0 else 'faster'}"
+                how = "slower" if one.margin > 0 else "faster"
+                gap = f", {abs(one.margin):.1%} {how} than {self.arms[0].arm}"
             lines.append(
                 f"   {one.arm}: {one.median_us:.0f} µs ±{one.error:.1%}{gap}; "
                 f"{counted(one.samples, 'sample')}, the latest {counted(one.age, 'step')} ago"
@@ -135,7 +136,7 @@ def _kind(batch: Batch) -> str:
 
 
 def _eager_up_to(bucket: Bucket, low: int, high: int) -> int:
-    """Return the largest number of tokens in ``low`` to ``high`` that runs eager, or 0."""
+    """Return the size up to which batches of ``low`` to ``high`` tokens run eager, or 0."""
     if not bucket.choice(low).is_eager:
         return 0
     return high if bucket.choice(high).is_eager else int(bucket.limit)

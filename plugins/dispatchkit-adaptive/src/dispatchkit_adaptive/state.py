@@ -89,7 +89,7 @@ def read_state(
     if data.get("version") != VERSION:
         raise StateError(
             f"{path} has format version {data.get('version')!r}; only version {VERSION} can "
-            "be read. To replace it, pass its path to save()."
+            "be read. To replace the file, pass its path to save()."
         )
     body = {"fingerprint": data.get("fingerprint"), "arms": data.get("arms")}
     if data.get("digest") != _digest(body):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         CompileOptions,
         PlainReason,
         backend,
-        compile,  # noqa: A004 - as torch.compile is called
+        compile,  # noqa: A004 - named like torch.compile
         compiled_graphs,
     )
 

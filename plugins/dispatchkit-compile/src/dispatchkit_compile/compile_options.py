@@ -28,8 +28,8 @@ _INDUCTOR_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraph
 _MISPLACED = {
     "skip_guards": "Use dispatchkit_compile.compile(skip_guards=True), or pass "
     "guard_filter_fn=torch.compiler.skip_all_guards_unsafe in the options of torch.compile.",
-    "dynamic": "Pass it to torch.compile itself, outside `options`, or omit it: "
-    "dispatchkit_compile.compile marks only the batch dimension as dynamic.",
+    "dynamic": "With torch.compile, pass dynamic outside `options`. With "
+    "dispatchkit_compile.compile, omit it: only the batch dimension is marked as dynamic.",
     "fullgraph": "Pass it to torch.compile itself, outside `options`.",
     "backend": "To select the capture backend, use the option device_backend.",
 }
@@ -83,8 +83,8 @@ class CompileOptions:
         support: Kinds of batches for which the whole graph is captured. The graph's operators may
             restrict these kinds further.
         fill: Fill values of padding rows by argument name; 0 by default. If a graph for varying
-            batch sizes writes a buffer or cache, all its steps run eager unless ``fill`` is set:
-            choose values for which the writes of padding rows are harmless, or pass ``{}`` if
+            batch sizes writes a buffer or cache, all its steps run eager unless ``fill`` is set.
+            Choose values for which the writes of padding rows are harmless, or pass ``{}`` if
             padding rows write nothing.
         sizes: Capture sizes in rows; derived from ``max_num_tokens`` by default.
         max_num_tokens: Largest batch that graphs serve; larger batches run eager. By default, the

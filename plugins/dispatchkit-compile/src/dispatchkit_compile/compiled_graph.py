@@ -43,8 +43,8 @@ from dispatchkit_compile.tracing import example_of
 
 __all__ = ["CompiledGraph"]
 
-#: Number of times that held tensors (weights, buffers, caches) may be replaced. After that, steps
-#: with other tensors run eager.
+#: Number of times that held tensors (weights, buffers, caches) may be replaced. After further
+#: replacements, steps run eager.
 MAX_REBINDS = 8
 
 _NEXT_STEPS = {

@@ -2,7 +2,7 @@
 
 Dynamo passes inputs, sizes, weights and buffers as arguments. Tensors that are the same in every
 step, such as weights and buffers, are held tensors. Whether the graph can be captured depends on
-which arguments are batched, held or written, and whether a result aliases an argument.
+which arguments are batched, held or written, and on whether a result aliases an argument.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
         if num_rows is not None and name in direct and fake.dim() and fake.shape[0] == num_rows:
             dims = (0,)
         if len(dims) > 1:
-            what = f"{labels[name]!r} has several dynamic dimensions: {tuple(fake.shape)}"
+            shape = tuple(fake.shape)
+            what = f"{labels[name]!r} has several dynamic dimensions; its shape is {shape}"
             plain.append((PlainReason.SEVERAL_DIMS, what))
         if not dims and (name not in direct or place in writes):
             if place in writes:

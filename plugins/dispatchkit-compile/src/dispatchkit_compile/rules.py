@@ -72,8 +72,8 @@ class SplitRules:
                 "at",
                 str(one),
                 "operations of the step",
-                f"Remove it from `at`. The step contains {found}.",
-                message=f"No operation of the step matches {str(one)!r} in `at`.",
+                f"Remove the rule. The step contains {found}.",
+                message=f"No operation of the step matches the rule {str(one)!r} of `at`.",
             )
 
 
