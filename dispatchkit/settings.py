@@ -424,13 +424,13 @@ def load_settings(
             nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
         start: The folder where the upward search for ``pyproject.toml`` begins; by default the
             current folder.
-        sources: Where the values given in the call come from, as text for error messages, by name
-            of the setting. By default, the text names the argument.
+        sources: Where the values given in the call come from, as text for messages, by name of the
+            setting. By default, the text names the argument.
 
     Raises:
         UnknownNameError: A setting does not exist. The message lists the closest names.
-        ConfigError: A value is invalid, or the file cannot be read, is not TOML, or was named but
-            has no table ``[tool.dispatchkit]``.
+        ConfigError: A value is invalid, or the file cannot be read or is not TOML. Also raised if
+            ``file`` or DISPATCHKIT_CONFIG names a file without a table ``[tool.dispatchkit]``.
     """
     for name, one in (("given", given), ("environ", environ), ("sources", sources)):
         if one is not None and not isinstance(one, Mapping):

@@ -55,7 +55,7 @@ class PolicyWithPlugins:
 
     Attributes:
         plugins: Plugins in which the runner looks up policies, backends and lane policies by name.
-            Their observers receive the runner's events.
+            The observers of these plugins receive the runner's events.
         policy: Name of the policy, or a policy object; None for the policy that a plugin selects,
             or else the default policy.
     """
@@ -73,7 +73,7 @@ class PluginSet:
     Args:
         candidates: Plugins that may be loaded, in any order. The built-in backends are available
             only if the plugin that registers them is a candidate.
-        names: Filter for the candidates; by default, all are loaded.
+        names: Filter for the candidates; by default, it admits all.
         replace: Built-in names that plugins may replace.
         max_faults: Number of consecutive exceptions after which an observer's callback is disabled.
 
@@ -150,7 +150,7 @@ class PluginSet:
     def describe(self) -> tuple[PluginInfo, ...]:
         """Return a row for every plugin that was found, passed in or requested.
 
-        The reason of a row also lists disabled observer callbacks.
+        The ``reason`` of a row also lists disabled observer callbacks.
         """
         return tuple(self._with_faults(info) for info in self._infos)
 
@@ -248,7 +248,8 @@ class PluginSet:
             UnknownNameError: The selected policy does not exist.
         """
         hook = "dispatchkit_select_policy"
-        # Called without pluggy, which does not report which plugin returned a value or raised.
+        # The hooks are called without pluggy, because it does not report which plugin returned a
+        # value or raised.
         for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
             loaded = self._loaded.get(one.plugin_name)
             if loaded is None:
@@ -277,8 +278,8 @@ class PluginSet:
     def with_policy(self, policy: str | Policy | None = None) -> PolicyWithPlugins:
         """Return a ``policy`` argument that makes a runner use these plugins.
 
-        Backends and lane policies given by name also come from these plugins, and their observers
-        receive the runner's events.
+        Backends and lane policies given by name also come from these plugins. The observers of
+        these plugins receive the runner's events.
 
         Args:
             policy: Name of the policy, or a policy object. None selects the policy that a plugin
@@ -361,9 +362,9 @@ def load_plugins(
     it is not imported. Each call returns an independent set.
 
     Args:
-        allow: The only installed plugins to load; by default all, and with an empty list none. The
-            environment variable DISPATCHKIT_PLUGINS (comma-separated names, may be empty) has the
-            same effect.
+        allow: The only installed plugins to load; None, the default, allows all, and an empty list
+            allows none. The environment variable DISPATCHKIT_PLUGINS (comma-separated names, may be
+            empty) has the same effect.
         block: Plugins to skip, in addition to the plugins in DISPATCHKIT_DISABLE.
         extra: Additional plugins as tuples (name, object); ``allow`` does not apply to them.
         replace: Built-in names that plugins may replace.

@@ -246,8 +246,8 @@ class GraphRegistry:
     # -- internals --------------------------------------------------------------------
 
     def _largest_first(self) -> list[GraphKey]:
-        # The event of a key empties all cells that the key could serve. If the largest key is
-        # first, it empties most cells, and later events are cheap.
+        # The event of a key empties all cells that the key could serve. The largest key comes
+        # first, because its event empties the most cells, so that later events are cheap.
         return sorted(self._entries, key=lambda key: -key.num_tokens)
 
     def _require(self, key: GraphKey, *states: KeyState, change: str = "") -> GraphEntry:

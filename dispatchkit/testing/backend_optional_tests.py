@@ -294,7 +294,7 @@ class OptionalTests:
             assert not code, (
                 f"Setting the parameters of the copy node failed with error code {code}."
             )
-            data.fill_(-1)  # no effect, because the data was read when the node was set
+            data.fill_(-1)  # no effect, because set_node has already read the data
             graph.replay()
             assert rig.equal(graph.outputs[0][:3], batch * 2), (
                 "The graph did not read the rows of the batch."
@@ -352,7 +352,7 @@ class OptionalTests:
 
         notes = self._noted(rig, unwatched, run)
         if not notes.is_plain:
-            pytest.skip("The notes of this warmup are not enough, so the capture must be watched.")
+            pytest.skip("The notes of this warmup do not allow a capture without a watch.")
         graph: Any = rig.capture(run, notes=notes)
         self._assert_holds(rig, graph, x, weights)
 

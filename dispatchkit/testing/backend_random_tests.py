@@ -132,7 +132,7 @@ class RandomTests:
         )
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
-        """The backend must order the streams even if the graph has no outputs."""
+        """The backend must order replays on different streams, even of a graph without outputs."""
         source = rig.default_generator()
         place = rig.zeros(4, 16)
         turn = rig.zeros(1, dtype=rig.torch.int64)

@@ -41,13 +41,13 @@ class SegmentTests:
 
         rig.backend.warmup(lambda: x * 2 + 1, stream=rig.stream)
         first, last, hidden, between, result = in_segments(rig, run)
-        assert seen == [8.0], f"The host read {seen[0]} between two segments, but eager reads 8."
+        assert seen == [8.0], f"The host read {seen[0]} between two segments, but must read 8."
         assert rig.read(result) == [5.0] * 4
         x.fill_(3)
         first.replay()
         between.copy_(hidden)
         last.replay()
-        assert rig.read(result) == [12.0] * 4, "Replays of segments differ from eager."
+        assert rig.read(result) == [12.0] * 4, "Replays of segments differ from an eager run."
         assert first.num_operations > 0, "A segment with kernels reports no operations."
         assert last.num_operations > 0, "A segment with kernels reports no operations."
 
