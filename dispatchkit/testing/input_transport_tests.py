@@ -183,7 +183,7 @@ class InputTransportTests:
         assert not reasons, f"Steps ran eager for unexpected reasons: {reasons}."
 
     def test_larger_graphs_fill_further(self, bench: Bench) -> None:
-        """The same number of rows runs in buckets of different sizes, in varying order."""
+        """One row is padded correctly in buckets of different sizes, in varying order."""
         runner = bench.runner()
         runner_keys = [bench.key(size) for size in SIZES]
         for number, smallest in enumerate((0, 2, 1, 2, 0)):
@@ -193,7 +193,7 @@ class InputTransportTests:
                 bench.run_and_compare(runner, 1, 10 * number, kind, bucket=SIZES[smallest])
 
     def test_host_values_are_taken_and_tensors_are_read_in_order(self, bench: Bench) -> None:
-        """Zeroing host inputs and dropping all tensors after a call does not affect its step."""
+        """Zeroing host inputs and dropping all tensors after a call do not affect its step."""
         runner, kept = bench.runner(), []
         for number in range(40):
             rows = number * 5 % 8 + 1

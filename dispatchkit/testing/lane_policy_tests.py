@@ -102,7 +102,7 @@ class Schedule:
 
     @classmethod
     def sample(cls, rng: random.Random, num_lanes: int | None = None, length: int = 40) -> Schedule:
-        """Return a random schedule with bursts, eager steps and idle lanes."""
+        """Return a schedule with random steps (some eager) and a random rate of finished steps."""
         number = rng.randint(1, MOST_LANES) if num_lanes is None else num_lanes
         rate = rng.choice((0.0, 0.5, 1.0, 2.0))  # mean number of steps that finish per submission
         keys = rng.sample(_KEYS, rng.randint(1, len(_KEYS)))

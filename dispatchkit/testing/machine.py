@@ -62,7 +62,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule(data=st.data())
     def change_a_graph(self, data: st.DataObject) -> None:
-        """Change the state of a graph; drop learned changes of the cells that it could serve."""
+        """Change the state of a graph; drop learned changes of cells that the graph could serve."""
         change = data.draw(changes(self.keys))
         if not apply_change(self.registry, change):
             return

@@ -158,8 +158,9 @@ class PolicyTests(CaseRunner):
     def test_chosen_key_was_declared(self, case: Case) -> None:
         """``decide`` chooses only declared keys.
 
-        Create the keys for ``declare`` and ``decide`` in one function. If two pieces of code create
-        them, they drift apart. The captured graphs are then never used, and steps run eager.
+        Create the keys for ``declare`` and ``decide`` in one function. If two functions create the
+        keys, the keys will eventually differ. The captured graphs are then never used, and
+        steps run eager.
         """
         known = set(case.keys)
         for batch in case.batches():
@@ -192,7 +193,7 @@ class PolicyTests(CaseRunner):
         """A uniform decode graph never serves a mixed batch or a different query length.
 
         Its attention was captured for exactly ``query_len`` tokens per request. For other batches,
-        it computes wrong results without an error.
+        the graph computes wrong results without an error.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -247,7 +248,7 @@ class PolicyTests(CaseRunner):
     def test_a_batch_that_fits_a_graph_gets_one_or_a_reason(self, case: Case) -> None:
         """Every eager decision gives a reason, and the reason is correct.
 
-        Operators act on the reasons of eager steps. For example, a wrong reason would make
+        Operators act on the reasons of eager steps. For example, a wrong reason could make
         operators add capture sizes that already exist.
         """
         for batch in case.batches():
@@ -284,9 +285,9 @@ class PolicyTests(CaseRunner):
     def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
         """In a split batch, each row is in exactly one part, and each part has a suitable graph.
 
-        If a row is in no part, the caller reads a result that was never computed. If it is in two
-        parts, the step changes its state twice. The limits of a batch on adapters, axes, requests
-        and modes also apply to each part. A policy that never splits batches passes.
+        If a row is in no part, the caller reads a result that was never computed. If a row is in
+        two parts, the step updates the state of the row twice. The limits of a batch on adapters,
+        axes, requests and modes also apply to each part. A policy that never splits batches passes.
         """
         case.graphs.may_split = True
         learns = callable(getattr(case.policy, "observe", None))
@@ -308,7 +309,7 @@ class PolicyTests(CaseRunner):
     def test_a_plain_batch_gets_a_graph(self) -> None:
         """If all graphs are captured, ``decide`` chooses a graph for at least one typical batch.
 
-        A policy that never chooses a graph would pass all other tests.
+        A policy that never chooses a graph would pass all other tests of the core set.
         """
         accepted = 0
         for config in usual_configs():

@@ -22,7 +22,7 @@ __all__ = ["OneBucketPolicy", "SmallestPolicy"]
 
 
 class SmallestPolicy:
-    """A policy that prefers FULL to PIECEWISE, and chooses the smallest ready graph of the mode.
+    """A policy that chooses the smallest ready FULL graph, or else the smallest PIECEWISE graph.
 
     Use this policy in tests of components other than policies. Its decisions depend only on the
     batch, the configuration and the captured graphs. Override ``declare`` to test other keys.

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for configurations, batches, keys, registries and their changes.
+"""Hypothesis strategies for configurations, batches, keys, registries and changes of graphs.
 
 Sizes are small on purpose. Policies often fail at edge cases: batches one token smaller or larger
 than a bucket, a query length that does not divide a size, or a limit between two sizes. With small
@@ -182,7 +182,7 @@ def graph_keys(draw: st.DrawFn, config: DispatchConfig) -> GraphKey:
 
 @attrs.frozen
 class Change:
-    """A change of the state of a graph or a runtime mode.
+    """A change of the state of a graph or of a runtime mode.
 
     Attributes:
         kind: ``captured``, ``failed``, ``evicted``, ``stale``, ``disabled``, ``enabled``,
