@@ -1,4 +1,4 @@
-"""Issue each warning only once, and locate the user's call for messages."""
+"""Issue each warning only once, and locate the calling user code."""
 
 from __future__ import annotations
 

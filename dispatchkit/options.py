@@ -3,7 +3,7 @@
 The repr of a record is the call that creates it. Records can be compared and pickled;
 ``attrs.evolve`` returns a changed copy. Objects are passed elsewhere: tensors and generators in
 ``StepState``, policies and backends as arguments of ``GraphRunner``, lane policy objects in
-``Lanes``, and plugins with the policy (``plugins.with_policy()``).
+``Lanes``, and plugins together with the policy, as ``plugins.with_policy()``.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ class CaptureOptions:
         prove_rows: Whether each capture proves that padding does not change the rows of a batch. If
             the proof fails, batches that do not fill the graph run eager. Set to False only if you
             are certain that padding has no effect.
-        break_on_unsafe: Whether PIECEWISE captures of a single function break at operators tagged
-            ``cudagraph_unsafe``, and not only at operators declared with ``declare_support``.
+        break_on_unsafe: For a step that is a single function: whether PIECEWISE captures also break
+            at operators tagged ``cudagraph_unsafe``. They always break at operators whose level,
+            declared with ``declare_support``, is below ALWAYS.
     """
 
     warmups: int = setting(1, _count(0), SettingInfo("Number of eager runs before each capture."))
@@ -151,7 +152,8 @@ class CaptureOptions:
 class MemoryOptions:
     """Limits on the graphs of each lane.
 
-    Graphs are evicted to make room for a new graph. A graph that still exceeds a limit is not kept.
+    Graphs are evicted to make room for a new graph. If the new graph still does not fit, it is not
+    kept.
 
     Attributes:
         max_graphs: Maximum number of live graphs; None for no limit.

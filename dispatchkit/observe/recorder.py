@@ -20,7 +20,7 @@ from dispatchkit.observe.trace_writer import write_trace
 __all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
 
 DEFAULT_CAPACITY = 1 << 16
-"""Default number of steps to keep (3.1 MB)."""
+"""Default number of steps to keep (3.1 MB without axes)."""
 
 # Fields of a step before the axes: time in nanoseconds, tokens, requests, query class, adapters (or
 # variant) and ceiling.
@@ -60,7 +60,8 @@ class StepRecorder:
         """Record a step, described by the arguments of ``dispatch``.
 
         Axis values are recorded as passed to ``DispatchConfig.variant``. If ``loras`` was not
-        returned by ``variant``, only the buckets are known, so they are recorded instead.
+        returned by ``variant``, only the buckets are known. Each bucket is then recorded as the
+        value; for a value outside all buckets, the largest bucket plus 1.
         """
         ring, at = self._ring, self._at
         ring[at] = perf_counter_ns()

@@ -120,8 +120,8 @@ class Timeline:
         with self._lock:
             spans = sorted(self._spans, key=lambda one: one["ts"])
         names = sorted({one["tid"] for one in spans})
-        # Numbers start at 1, because viewers treat the row with the process's number (0) as the
-        # main thread.
+        # Row numbers start at 1: row 0 would have the same number as the process, and viewers treat
+        # such a row as the main thread.
         rows = {name: number for number, name in enumerate(names, start=1)}
         about = [_metadata("process_name", 0, "dispatchkit")]
         about += [_metadata("thread_name", number, name) for name, number in rows.items()]

@@ -5,10 +5,10 @@ A trace has one row per step, in execution order::
     step,t_s,num_tokens,num_reqs,max_query_len,uniform_decode,num_active_loras
     0,0.0000,57,57,1,1,0
 
-``num_tokens`` is the number of tokens before padding, and the only required column. A recorder
-omits columns without values; code that needs a missing column raises TraceError. Each axis of the
-configuration has a column, such as ``axis.length``. A file contains CSV or JSON lines, plain or
-gzip; the format is detected from the content.
+``num_tokens`` is the number of tokens before padding, and the only required column.
+``StepRecorder`` omits a column if any step has no value for it. Code that needs a missing column
+raises TraceError. Each axis of the configuration has a column, such as ``axis.length``. A file
+contains CSV or JSON lines, plain or gzip; the format is detected from the content.
 
 This module does not need numpy: columns are ``array.array`` objects, which numpy reads without
 copying (``numpy.frombuffer``).
@@ -66,12 +66,13 @@ class StepTrace(Sequence[TraceStep]):
             same length.
         source: Path or other origin of the trace, for messages.
         ignored_columns: Columns in the file that are not trace columns.
-        has_order: Whether the steps are in execution order; False for a histogram.
+        has_order: Whether the steps are in execution order; False for steps derived from a
+            histogram of batch sizes.
 
     Raises:
         ConfigError: ``columns`` is not a dictionary, or a column is not a list of values.
-        TraceError: A column is missing, unknown or has a different length, or a value is
-            impossible.
+        TraceError: ``num_tokens`` is missing, a column is unknown, the columns differ in length, or
+            a value is impossible.
     """
 
     def __init__(

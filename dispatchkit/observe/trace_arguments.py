@@ -44,7 +44,7 @@ def trace_config(
     given: dict[str, Any] = {} if sizes is None else {"sizes": sizes}
     loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
     with warnings.catch_warnings():
-        # Steps above the largest size are expected here and count as misses.
+        # Steps above the largest size are expected here, and run eager.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(
             mode=mode,
@@ -60,7 +60,7 @@ def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
     """Return the ``loras`` argument of ``dispatch`` for each step of a trace.
 
     The argument is the number of adapters, at most ``config.max_loras``. If the configuration has
-    axes, the argument is the variant: the number of this combination of adapters and axis buckets.
+    axes, the argument is the variant, which encodes the number of adapters and the axis buckets.
 
     Raises:
         TraceError: The trace lacks the column of an axis of the configuration.

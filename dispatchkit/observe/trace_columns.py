@@ -1,7 +1,7 @@
 """Parse and validate the rows of a step trace, and store them by column.
 
 A block of lines is converted column by column, at C speed. If that fails, the block is parsed line
-by line, to report the line and the error of an invalid value.
+by line. This slower way accepts quoted cells, and reports the line of an invalid value.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class ColumnBuilder:
         """Convert a block to columns; return None if it must be parsed line by line.
 
         Raises:
-            ValueError, OverflowError, RecursionError: A cell is not a number.
+            ValueError, OverflowError, RecursionError: A cell is not a number, or is too large.
         """
         text = ",".join(lines)
         width = len(self.header)
@@ -219,7 +219,7 @@ class ColumnBuilder:
     def _csv_row(self, line: int, row: str) -> dict[str, Any]:
         cells = csv_cells(row)
         if len(cells) != len(self.header):
-            cut = " The file may be cut off here."
+            cut = " If the file is cut off here, remove the line."
             if len(cells) > len(self.header):
                 cut = " Quote values that contain commas."
             raise TraceError(
@@ -260,7 +260,8 @@ class ColumnBuilder:
             raise TraceError(
                 self.name,
                 line,
-                f"the line is not a JSON object: {error}. The file may be cut off here.",
+                f"the line is not a JSON object: {error}. If the file is cut off here, remove the "
+                "line.",
             ) from error
         if not isinstance(record, dict):
             raise TraceError(
@@ -277,7 +278,7 @@ class ColumnBuilder:
         return {column: record[column] for column in self.columns}
 
     def add_rows(self, line: int | None, rows: Sequence[Sequence[Any]]) -> None:
-        """Append rows of Python values, in header order."""
+        """Append rows, each with Python values in the order of the header."""
         for row in rows:
             self._add_checked(line, {column: row[at] for column, at in self._index.items()})
 

@@ -51,7 +51,7 @@ def trace_name(path: StrPath | IO[bytes]) -> str:
 
 
 def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -> IO[bytes]:
-    """Open a file; the stack closes it."""
+    """Open a file for reading; ``closing`` closes what this function opened."""
     try:
         if hasattr(path, "read"):
             raw: Any = path
@@ -130,7 +130,8 @@ def iter_line_blocks(
         name: Name of the file in messages; by default the path.
 
     Raises:
-        TraceError: The file is missing, truncated, damaged, too large, or not UTF-8 text.
+        TraceError: The file cannot be read, is truncated, damaged or too large, is not UTF-8 text,
+            or has a line of more than 65,536 bytes.
         ConfigError: ``max_bytes`` is not a whole number of at least 1.
     """
     max_bytes = check_count(max_bytes, "max_bytes")
@@ -180,7 +181,7 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
             name,
             at,
             f"the line contains byte {data[bad]:#04x}, so the file is not UTF-8 text. Check "
-            "the path.",
+            "the path, or save the text as UTF-8.",
         )
     if line_end == b"\r":
         return text.split("\r")
@@ -205,10 +206,10 @@ def write_error(path: str, error: OSError | ValueError) -> TraceError:
 
 @contextlib.contextmanager
 def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file for writing; it replaces the target if the ``with`` block succeeds.
+    """Open a text file for writing, and replace ``path`` with it if the ``with`` block succeeds.
 
     Raises:
-        TraceError: The file cannot be written. An existing target is kept.
+        TraceError: The file cannot be written. An existing file is kept.
     """
     try:
         with contextlib.ExitStack() as closing:

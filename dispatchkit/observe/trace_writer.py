@@ -36,12 +36,12 @@ class TraceWriter:
     """A writer that appends steps to a trace while a program runs.
 
     Use it in a ``with`` statement. ``write`` appends the step to ``PATH.part`` (or ``PATH.1.part``
-    and so on, if that exists) as plain text. When the block ends, even because of an exception or
-    ``sys.exit``, this file is renamed to PATH; if PATH ends in ``.gz``, it is also compressed. If
+    and so on, if that exists) as plain text. When the block ends, even with an exception or
+    ``sys.exit``, this file is renamed to PATH, or compressed into PATH if PATH ends in ``.gz``. If
     the process is killed, the file remains and can be read as a trace.
 
-    A full disk does not stop the program: ``write`` warns once, and counts the steps that it cannot
-    write in ``num_lost``. At the end of the block, PATH contains the earlier steps, and TraceError
+    A full disk does not stop the program: ``write`` warns once, and ``num_lost`` counts the steps
+    that cannot be written. At the end of the block, PATH contains the earlier steps, and TraceError
     is raised.
 
     Example::
@@ -143,11 +143,12 @@ class TraceWriter:
         """Append one step.
 
         Args:
-            step: A step, or its number of tokens. A step without a number gets the next number.
+            step: A step, or its number of tokens. If ``TraceStep.step`` is None, the number of
+                earlier steps is written instead.
 
         Raises:
-            TraceError: The step lacks a value for a column, has other axes than the first step, or
-                is impossible.
+            TraceError: The step is impossible, lacks a value for a column, or has different axes
+                than the first step.
             ConfigError: The writer is closed, or was opened by the parent process.
 
         Warns:
@@ -195,9 +196,10 @@ class _PartFile:
 
     Attributes:
         path: Path of the temporary file.
-        is_open: Whether lines can be appended; False after ``finish``, which also runs at exit.
+        is_open: Whether lines can be appended; False after ``finish`` or ``remove``. At exit,
+            ``finish`` runs automatically.
         process: ID of the process that opened the file.
-        failure: The first error of ``append``, as text; None if there was none. After an error,
+        failure: The first error of ``append``, as text; None before an error. After an error,
             nothing may be appended.
     """
 
@@ -239,7 +241,9 @@ class _PartFile:
             self.path.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Rename the file to its target, compressing it if the name ends in ``.gz``.
+        """Move the lines to the target, compressed if its name ends in ``.gz``.
+
+        An empty temporary file is removed instead.
 
         Raises:
             OSError: The target cannot be replaced. The lines remain in ``path``.
@@ -285,7 +289,7 @@ class _Rows:
         """Return the line of a step; in CSV, the header precedes the first step.
 
         Raises:
-            TraceError: The step is impossible, lacks a column or has other axes than the first.
+            TraceError: The step is impossible, lacks a value, or has different axes than the first.
         """
         if not isinstance(step, TraceStep):
             step = TraceStep(num_tokens=step)
@@ -346,8 +350,8 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) 
             the first step are omitted.
 
     Raises:
-        TraceError: The file cannot be written, or a step is impossible, lacks a column or has other
-            axes than the first step.
+        TraceError: The file cannot be written, or a step is impossible, lacks a value for a column,
+            or has different axes than the first step.
     """
     name = trace_name(path)
     rows, count = _Rows(name, None), 0

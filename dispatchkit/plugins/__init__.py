@@ -7,7 +7,7 @@ Each call of ``load_plugins`` returns an independent ``PluginSet``; there is no 
 
 A broken plugin is skipped as a whole and reported with its distribution, its entry point and the
 reason. With ``strict=True``, loading raises instead. Importing this package imports neither pluggy
-nor any plugin; names are imported on first use.
+nor any plugin; each public name is imported on first use.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Candidate:
     Attributes:
         origin: Name and distribution of the plugin.
         rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins register the same name, the
-            plugin with the lower rank provides it, except for built-in names listed in ``replace``.
+            plugin with the lower rank provides it, except for built-in names in the argument
+            ``replace`` of ``load_plugins``.
         load: Function that imports and returns the plugin object; it may raise anything.
     """
 
@@ -54,8 +55,8 @@ class Candidate:
 
         The key does not depend on ``sys.path``. Among installed plugins, the distribution whose
         name matches comes first: ``dispatchkit-vllm`` for ``vllm``, and also for ``vllm@0.13`` and
-        ``vllm-drafter``, so that no other plugin takes the name just because it sorts first. The
-        other plugins follow in alphabetical order.
+        ``vllm-drafter``. Without this rule, a plugin that is earlier in the alphabet would take
+        these names. The other plugins follow in alphabetical order.
         """
         distribution = normalize_name(self.origin.distribution or "")
         family = distribution.removeprefix(f"{GROUP}-")
@@ -127,8 +128,8 @@ class Filter:
     """A filter for plugins, by name of the entry point or distribution.
 
     Attributes:
-        allowed: One set of names for each list of allowed names: the argument and the environment
-            variable, if given. An installed plugin must be in every set.
+        allowed: Sets of allowed names: from the argument ``allow``, if given, and from the
+            environment variable, if set. The name of an installed plugin must be in every set.
         blocked: Names of plugins that are never loaded.
     """
 
@@ -173,8 +174,8 @@ class Filter:
         present = {name for one in candidates for name in _names_of(one.origin)}
         for name in sorted(frozenset[str]().union(*self.allowed) - present):
             hint = did_you_mean(name, present) or (
-                " Install it, or remove the name from the argument `allow`, the setting `plugins` "
-                f"or {ALLOW_VARIABLE}."
+                " Install the plugin, or remove the name from the argument `allow`, the setting "
+                f"`plugins` or {ALLOW_VARIABLE}."
             )
             reason = f"allowed by name, but no plugin has this name.{hint}"
             yield Origin(name, is_there=False), reason

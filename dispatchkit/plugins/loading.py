@@ -83,7 +83,7 @@ def load(
         raise
     except PluginFault as fault:
         raise PluginError(origin, str(fault)) from fault
-    # An import may raise anything, even SystemExit; it becomes an error of this plugin.
+    # Any other exception of the import, even SystemExit, becomes a PluginError.
     except BaseException as error:
         text = f"{doing[-1]} {describe_exception(error)}"
         raise PluginError(origin, text) from error
@@ -99,9 +99,9 @@ class PluginLoader:
         manager: The manager to which plugins are added.
 
     Attributes:
-        loaded: Loaded plugins by name, in an order that does not depend on ``sys.path``. Their
-            records exclude names that another plugin provides.
-        infos: A row for each plugin that is not loaded.
+        loaded: Loaded plugins by name, in an order that does not depend on ``sys.path``.
+            Records whose names another plugin provides are left out.
+        infos: A ``PluginInfo`` for each plugin that is not loaded.
         problems: Errors to log, or to raise in strict mode.
 
     Raises:
@@ -185,8 +185,8 @@ def _next_step(loser: Candidate, rename: str) -> str:
     if loser.rank == PASSED_IN:  # without a distribution
         return rename
     return (
-        "Block one of them by the name of its distribution (argument `block`, setting `disable` or "
-        f"{BLOCK_VARIABLE})."
+        "Block one of the two plugins by the name of its distribution (argument `block`, setting "
+        f"`disable` or {BLOCK_VARIABLE})."
     )
 
 
@@ -197,6 +197,7 @@ def _conflict(kind: str, name: str, loser: LoadedPlugin, winner: LoadedPlugin) -
             f"replace=[{name!r}] to load_plugins()."
         )
     return (
-        f"{kind} {name!r} is also registered by another plugin ({winner.origin}), which is used. "
+        f"{kind} {name!r} is also registered by another plugin ({winner.origin}), whose {kind} "
+        "is used. "
         f"{_next_step(loser.candidate, f'Register the {kind} under a different name.')}"
     )

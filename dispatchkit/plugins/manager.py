@@ -1,9 +1,9 @@
 """HookManager: a pluggy manager that adds a plugin completely or not at all.
 
 pluggy validates the names and arguments of hooks, but silently accepts plugins whose hooks would
-never run: a class, an unmarked hook, an ``async`` hook. This manager rejects them. It passes pluggy
-only a plain namespace of functions, because pluggy (up to 1.6) evaluates every property of a plugin
-and compares plugins by ``==``.
+never run, because the plugin is a class, or because a hook is unmarked or ``async``. This manager
+rejects such plugins. It passes pluggy only a plain namespace of functions, because pluggy (up to
+1.6) evaluates every property of a plugin and compares plugins by ``==``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Hooks(types.SimpleNamespace):
 class HookManager(pluggy.PluginManager):
     """A pluggy manager with dispatchkit's hook specifications; it starts without plugins."""
 
-    # pluggy would store a bound method in each hook. The reference cycle would keep the plugins of
+    # pluggy would store a bound method in each hook. This reference cycle would keep the plugins of
     # a runner alive until a garbage collection.
     _hookexec = staticmethod(_multicall)  # type: ignore[assignment]
 
@@ -76,7 +76,7 @@ class HookManager(pluggy.PluginManager):
             known = [name for name in dir(hookspecs) if name.startswith(_HOOK_PREFIXES)]
             raise PluginFault(
                 f"there is no hook {unknown}.{did_you_mean(unknown, known)} If another version "
-                "of dispatchkit has this hook, mark yours @hookimpl(optionalhook=True)."
+                "of dispatchkit has this hook, mark your function @hookimpl(optionalhook=True)."
             ) from error
         for caller in callers:
             if sum(one.plugin is hooks for one in caller.get_hookimpls()) > 1:
@@ -93,8 +93,8 @@ class HookManager(pluggy.PluginManager):
 def _hooks_of(plugin: object) -> Hooks:
     functions: dict[str, Callable[..., Any]] = {}
     if not inspect.isclass(plugin):
-        # All attributes of a plain module are in vars(). Others are looked up statically, because
-        # getattr would evaluate properties.
+        # All attributes of a plain module are in vars(). The attributes of other plugins are
+        # looked up statically, because getattr would evaluate properties.
         own = vars(plugin) if type(plugin) is types.ModuleType else None
         for name in object.__dir__(plugin) if own is None else list(own):
             function = inspect.getattr_static(plugin, name, None) if own is None else own[name]
@@ -158,7 +158,8 @@ def _check_function(name: str, function: Any) -> None:
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginFault(f"{name} is async, but hooks are not awaited; make it a plain function.")
     for parameter in inspect.signature(function).parameters.values():
-        # Only some versions of pluggy pass a value for other kinds of parameters.
+        # Only some versions of pluggy pass values for keyword-only, variadic or optional
+        # parameters.
         plain = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if parameter.kind not in plain or parameter.default is not parameter.empty:
             raise PluginFault(
