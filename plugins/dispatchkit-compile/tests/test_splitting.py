@@ -473,7 +473,8 @@ def test_rules_of_another_kind_are_refused(at):
 
 @pytest.mark.parametrize("example", [3, torch.zeros(4, 2), [torch.zeros(4, 2)]])
 def test_example_without_names_is_refused(example):
-    with pytest.raises(ConfigError, match="example must be a dict of tensors by input name"):
+    allowed = "a dict of tensors or StaticInputs by input name"
+    with pytest.raises(ConfigError, match=f"example must be {allowed}"):
         splitting.split_module(double, example)
 
 

@@ -338,7 +338,7 @@ def test_a_file_without_members_is_refused(tmp_path: Path, text: str) -> None:
         ),
         (
             {"members": [{"name": "a", "policy": 3}]},
-            "policy of member 'a' must be the name of a",
+            "policy of member 'a' must be a policy object or",
         ),
         ({"members": [{"name": "a", "policy": CompositePolicy}]}, "instance: CompositePolicy"),
         ({"members": [{"name": "vllm", "options": 3}]}, "options of member 'vllm' must be a dict"),

@@ -140,7 +140,7 @@ class AdaptivePolicy:
                 "omitted if base is an object",
                 "Pass the options to the base policy when you create it.",
             )
-        allowed = "the name of a policy or a policy object"
+        allowed = "a policy object or the name of a policy"
         self.base: Policy = check_instance(base, Policy, "base", allowed=allowed)
         self.fingerprint = dict(fingerprint or {})
         self.ledger = Ledger(self.promise, _share(explore, "explore"))

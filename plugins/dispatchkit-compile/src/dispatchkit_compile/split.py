@@ -4,7 +4,7 @@ The traced operations are cut into consecutive parts. Operations that match a ru
 marked region form eager parts; the others form graph parts. Each part becomes a piece for
 ``GraphRunner``. A piece receives inputs and weights directly, and a tuple of the earlier results
 that it or later pieces need. Results of graph pieces stay in the memory that the graph wrote.
-Results of eager pieces are copied only if they are in new memory.
+Results of an eager piece are copied to fixed addresses only if the piece allocated them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def split_module(
 ) -> list[Piece]:
     """Split a model or a function into pieces for ``GraphRunner``.
 
-    The step is traced once for all batch sizes, without running an operation. Decisions in Python,
-    such as whether a module is in training mode, are fixed at that time. Values of tensors,
+    The step is traced once for all batch sizes, without running an operation. The trace fixes
+    all Python values and branches, such as the training mode of a module. Values of tensors,
     including weights, are read in every step.
 
     Args:
@@ -70,8 +70,9 @@ def split_module(
             operators that cannot be captured for every batch. Entries are operators (objects, or
             names such as ``"vllm::attention"``), modules (paths, path patterns, classes or class
             names), and functions or tensor methods (objects or names).
-        device: Device of inputs declared by a StaticInput; by default, the device of the first
-            tensor in ``example``, or of the weights.
+        device: Device of inputs declared by a StaticInput. By default, the device of the first
+            tensor in ``example``; without such a tensor, the device of the weights, or else the
+            CPU.
 
     Raises:
         UnknownNameError: A name in ``at`` is unknown; the error suggests similar names.
@@ -82,7 +83,8 @@ def split_module(
     rules = SplitRules(at)
     if not isinstance(example, Mapping):
         hint = "For example, pass {'x': torch.zeros(4, 16)}."
-        raise ConfigError("example", example, "a dict of tensors by input name", hint)
+        allowed = "a dict of tensors or StaticInputs by input name"
+        raise ConfigError("example", example, allowed, hint)
     given = dict(example)
     tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
     specs = {name: one for name, one in given.items() if isinstance(one, StaticInput)}
@@ -117,10 +119,10 @@ def split_graph(
     Args:
         traced: Step to split, traced into a graph.
         rules: The operations to split at.
-        name: Prefix of piece names, followed by a number.
+        name: Name of the step. Pieces are named ``NAME.piece_0``, ``NAME.piece_1`` and so on.
         compile_piece: Function that compiles a graph piece, given the fake values of its arguments.
-        held: The list from which pieces read held tensors when they run; the traced tensors
-            by default.
+        held: List from which the pieces read weights, buffers and caches in each step; by default,
+            a copy of ``traced.held``.
 
     Raises:
         ConfigError: All operations would run eager.
@@ -171,7 +173,8 @@ def _launches(node: fx.Node) -> bool:
 def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
     """Return the parts of a graph, in order.
 
-    Consecutive operations of one kind form one part. A break mark also separates graph parts.
+    Consecutive operations form one part if all of them are captured or all of them run eager. A
+    break mark also separates graph parts.
     """
     parts: list[_Part] = []
     depth = 0
@@ -202,7 +205,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
             if not part.nodes:
                 continue
         elif before is not None and not any(map(_launches, before.nodes)):
-            # The previous part launches no kernels (size computations, views), so extend it.
+            # The previous part only computes sizes or views and launches no kernels, so extend it.
             before.is_graph = part.is_graph
             before.nodes += part.nodes
             continue

@@ -18,7 +18,7 @@ from dispatchkit_compile.tracing import Input, Role, Size
 
 __all__ = ["COMPILED_CODE", "Stage", "source_of"]
 
-#: Location reported for an error in a compiled piece, whose operations are unknown.
+#: Location reported if a compiled piece raises, because the failed operation is unknown.
 COMPILED_CODE = "the compiled code"
 
 
@@ -42,8 +42,8 @@ class Stage:
         name: Name of the piece in messages.
         module: The operations of the piece.
         run: The operations as a callable, compiled or not.
-        held: The list from which held tensors are read.
-        is_first: Whether this is the first piece, which receives no carried values.
+        held: List from which the piece reads weights, buffers and caches in each run.
+        is_first: Whether this is the first piece, which receives no values from another piece.
 
     Attributes:
         arguments: The source of each argument of ``run``.
@@ -128,7 +128,7 @@ class Stage:
 
 
 def locate_error(error: BaseException, module: fx.GraphModule) -> str:
-    """Return the operation of a piece that raised, with its line in the user's code."""
+    """Return the operation at which a piece failed, with its line in the user's code."""
     code = getattr(module.forward, "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:

@@ -128,7 +128,7 @@ def compile(  # noqa: A001 - named like torch.compile
         **options: Fields of ``CompileOptions``.
 
     Raises:
-        ConfigError: An option has an invalid value.
+        ConfigError: An argument or option has an invalid value.
         UnknownNameError: No option has the given name; the error suggests similar names.
     """
     return CompiledModel(model, Backend(**options), batch, fullgraph, skip_guards)
@@ -142,7 +142,8 @@ class CompiledModel:
         backend: The backend that compiles the model.
         num_uncompiled: Number of calls that ran the original model, which happens only with
             ``skip_guards``. A call runs the original model if it differs from the first call in
-            more than the values and sizes of tensors, for example in a dtype or a number.
+            more than the values and sizes of tensors, for example in the dtype of a tensor or in
+            a numeric argument.
     """
 
     model: Callable[..., Any]

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from dispatchkit.errors import CaptureError, ConfigError, format_value
 
 # First of the integers that represent unknown sizes in the traced step's result. User code is
-# unlikely to contain them.
+# unlikely to contain these integers.
 _FIRST_STAND_IN = 0x5D15_7A7C_0000
 
 
@@ -185,7 +185,7 @@ def example_of(node: fx.Node) -> Any:
 
 
 def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with a new code object that calls the step.
+    """Return a function that calls the step and has a new code object.
 
     Dynamo stores compilations per code object. The compilations of a new code object are released
     with the trace, and do not count toward the recompile limits of the user's compilations.

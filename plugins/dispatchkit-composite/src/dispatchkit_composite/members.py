@@ -185,6 +185,6 @@ def member_state(member: Member, plugins: PluginSet | None = None) -> MemberStat
     if isinstance(policy, str):
         plugins = load_plugins() if plugins is None else plugins
         policy = plugins.create_policy(policy, **member.options)
-    allowed = "the name of a policy or a policy object"
+    allowed = "a policy object or the name of a policy"
     check_instance(policy, Policy, f"policy of member {member.name!r}", allowed=allowed)
     return MemberState(member.name, member.priority, policy)

@@ -106,7 +106,11 @@ class CompositePolicy:
 
     @property
     def traits(self) -> frozenset[str]:
-        """The member's traits if there is one member; otherwise ``stateless`` if all have it."""
+        """The traits of the composite.
+
+        With one member, these are the member's traits. With several members, the only trait is
+        ``stateless``, if all members have it.
+        """
         claimed = [policy_traits(one.policy) for one in self._members]
         if len(claimed) == 1:
             return claimed[0]
@@ -116,7 +120,7 @@ class CompositePolicy:
         """Add a member. Call ``dispatcher.swap()`` afterwards to empty the table.
 
         Raises:
-            ConfigError: The name is invalid or already used.
+            ConfigError: An argument is invalid, or the name is already used.
             UnknownNameError: ``policy`` (by default, ``name``) is not the name of a policy.
         """
         self._insert(member_state(Member(name, policy, priority, options)))
@@ -178,7 +182,11 @@ class CompositePolicy:
         return list(keys)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the members' first answer that satisfies the hard constraints."""
+        """Return the members' first answer that satisfies the hard constraints.
+
+        If a batch must not run eager, an eager answer is returned only if no member chooses a
+        graph.
+        """
         self._graphs = graphs
         refused: Decision | None = None
         for one in self._active():

@@ -66,7 +66,7 @@ class LeastLoaded:
 
 
 class ByKey:
-    """A lane policy that runs all steps of a graph on fixed lanes, so that few lanes capture it.
+    """A lane policy that replays each graph on fixed lanes, so that few lanes capture it.
 
     The lanes of a key are computed from its name, so every process uses the same lanes. Eager steps
     use the least loaded lane.
@@ -107,9 +107,9 @@ class ByKey:
 class Priority:
     """A lane policy that reserves the last lanes, on high-priority streams, for urgent steps.
 
-    Urgent steps use a reserved lane, or the least loaded lane if every reserved lane has more
-    unfinished steps than another lane. Other steps share the remaining lanes. If there is only one
-    lane, all steps share it.
+    Urgent steps use a reserved lane, or the least loaded of all lanes if an unreserved lane has
+    fewer unfinished steps than every reserved lane. Other steps share the unreserved lanes. If
+    there is only one lane, all steps share it.
 
     Args:
         reserved: Number of reserved lanes; at least one lane is left for other steps.
@@ -133,7 +133,7 @@ class Priority:
         return [0] * (num_lanes - kept) + [1] * kept
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the least loaded lane that the step may use."""
+        """Return the lane for a step, depending on the step's priority."""
         kept = min(self._reserved, len(lanes) - 1)
         usual, free = lanes[: len(lanes) - kept], lanes[len(lanes) - kept :]
         if step.priority < self._threshold or not free:

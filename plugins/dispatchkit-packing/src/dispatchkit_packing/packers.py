@@ -51,10 +51,11 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 
 
 class CheapestPacking:
-    """A packer that compares first-fit decreasing packings with bins of different sizes.
+    """A packer that tries bins of different sizes, and returns the cheapest packing.
 
-    It tries each captured size that the longest item fits into, and returns the cheapest packing.
-    This packing never costs more than the packing of ``first_fit_decreasing``.
+    It packs the items by first-fit decreasing into bins of each captured size that the longest item
+    fits into, or of the largest size if the item fits into none. The cheapest of these packings
+    never costs more than the packing of ``first_fit_decreasing``.
 
     Args:
         cost: Function that takes the number of tokens of a step and returns its cost in any unit,

@@ -1,20 +1,21 @@
-"""Measure the eager and replayed time of a step on this device, for each size.
+"""Measure the time of a step on this device, eager and replayed, for each size.
 
 If the runner has an axis, every size is measured with every bucket of the axis.
 
-The step runs in a new runner with a graph for every size and mode, so the original runner keeps its
-graphs, counters and policy. State that the step changes (such as a key/value cache) and the state
-of random generators are saved and restored.
+The step runs in a new runner with a graph for every size and mode. A runner passed to ``calibrate``
+keeps its graphs, counters and policy. State that the step changes (such as a key/value cache) and
+the state of random generators are saved and restored.
 
-The time of a step is the time, on host and device, that it adds to a sequence of steps:
+The time of a step is the time that it adds to a sequence of steps. The pace determines how this
+sequence is launched:
 
 - ``queued``: steps are launched without waiting, and the device is synchronized at the end. The
   time of a step is the host time or the device time, whichever is longer.
 - ``waited``: each step is launched after the previous step has ended, as in a loop that reads
   sampled tokens. The time of a step is the sum of host and device time, minus their overlap.
 
-If the backend has no timing events (for example, the tape), times are host times, and the ``clock``
-of the cost model is ``host``.
+If a backend, such as the tape, has no timing events, times are measured with the host clock, and
+the ``clock`` of the cost model is ``host``.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def calibrate(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> CostModel:
-    """Measure the costs of a step: eager and replayed times, memory and capture times.
+    """Measure the costs of a step: time (eager and replayed), memory and capture time.
 
     Args:
         step: Runner, which is not changed, or a function, module or list of pieces to create a
@@ -94,7 +95,7 @@ def calibrate(
             inputs contain their fill value.
         pace: ``queued`` to launch steps without waiting, or ``waited`` to launch each step after
             the previous step has ended; see the docstring of the module.
-        samples: Number of samples per size and mode; the model contains their median.
+        samples: Number of samples per size and mode; the cost model contains their median.
         name: Name of the cost model; by default, the names of the step and the device.
         progress: Function that is called with the number of finished samples and the total number.
         settings: Further settings of the runner (``backend``, ``state``, ``mode``...), if ``step``
@@ -297,7 +298,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
             key=str(key),
             reason="error",
         )
-    # The driver occasionally allocates a large block, so divide its memory among the graphs.
+    # The driver sometimes allocates a large block, so divide the driver's memory among the graphs.
     share = meter.driver_bytes() / len(captured)
     return _Graphs(captured, failed, [(size, own + share) for size, own in num_bytes], times)
 
@@ -356,7 +357,7 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
     start, end = backend.new_event(timing=True), backend.new_event(timing=True)
     backend.synchronize()
     for _ in range(_LEAD_IN):
-        run()  # lead-in: the first step after an idle period also waits for its launch
+        run()  # lead-in: on an idle device, the first step's time includes its launch latency
     start.record()
     for _ in range(steps):
         run()
@@ -404,7 +405,7 @@ def _summary(us: list[float]) -> _Times:
 
 
 def _eager_sizes(runner: GraphRunner) -> list[int]:
-    """Return the sizes to run eager: captured sizes, and more up to ``max_num_tokens``."""
+    """Return the sizes to run eager: captured sizes, and larger ones up to ``max_num_tokens``."""
     sizes = set(runner.config.sizes)
     size, limit = max(sizes), runner.config.max_num_tokens
     while size < limit:

@@ -1,4 +1,4 @@
-"""Forecast the memory of graphs that any code captures, from a few sample captures."""
+"""Forecast the memory of graphs captured by any code, from a few sample captures."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def forecast(
             stay alive.
         sizes: All sizes that will be captured, at least two different ones.
         samples: Maximum number of sizes to capture, at least 2.
-        warm_up: Function that runs the step at a size. It is called for each sampled size before
-            the first capture, so that kernels and libraries loaded on first use are not counted.
+        warm_up: Function that runs, at a given size, the code that ``capture`` captures. It is
+            called for each sampled size before the first capture, so that kernels and libraries
+            loaded on first use are not counted.
         backend: Backend of the device, or its name. It must report the memory of the device.
         progress: Function that is called with the number of captured sizes and the total number.
 
@@ -91,5 +92,5 @@ def forecast(
     if progress is not None:
         progress(len(chosen), len(chosen))
     is_device = torch.device(device.torch_device).type == "cuda"
-    # Other backends, including the tape, allocate exact sizes instead of whole segments.
+    # CUDA allocates whole segments; other backends, including the tape, allocate exact sizes.
     return forecast_memory(taken, wanted, segment_bytes=SEGMENT_BYTES if is_device else 0)

@@ -61,7 +61,7 @@ class EverySizePolicy:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision:
-        """Return a decision to replay the smallest ready graph, preferably a FULL graph."""
+        """Choose the smallest ready graph, preferably FULL, or eager if no graph is ready."""
         for mode in _GRAPH_MODES:
             if batch.allows(mode):
                 for key in graphs.covering(batch, mode):
@@ -185,18 +185,18 @@ class MemoryMeter:
         return now.used_bytes - now.reserved_bytes
 
     def pool_bytes(self) -> int:
-        """Return the bytes that torch reserved for the pool and the shared outputs."""
+        """Return the growth of the pool and the shared outputs, in bytes."""
         return self._runner.num_bytes - self._pool
 
     def held_bytes(self) -> int:
-        """Return the growth in bytes of the torch memory that is in use while no graph runs.
+        """Return the growth, in bytes, of torch memory that is in use even while no graph runs.
 
         Concurrent allocations by other code are included.
         """
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return the growth in bytes of device memory outside torch, over all processes."""
+        """Return the growth, in bytes, of device memory outside torch, over all processes."""
         return max(0, self._outside_torch() - self._outside)
 
 
@@ -264,5 +264,5 @@ def forecast_graph_memory(
     if progress is not None:
         progress(len(chosen), len(chosen))
     is_device = torch.device(runner.backend.torch_device).type == "cuda"
-    # Other backends, including the tape, allocate exact sizes instead of whole segments.
+    # CUDA allocates whole segments; other backends, including the tape, allocate exact sizes.
     return forecast_memory(taken, sizes, segment_bytes=SEGMENT_BYTES if is_device else 0)
