@@ -114,7 +114,7 @@ def test_a_driver_that_took_nothing_yet_may_take_a_block_for_each_lot_of_samples
         ([(8, 10)], [8, 4], "at least two samples"),
         ([(4, 10), (8, 20)], [8, 4], "distinct and in descending order"),
         ([(8, 20), (4, 10)], [8, 4], "non-decreasing order"),
-        ([(8, 10), (4, 20)], [16, 8, 4], "first sample must be 16, the largest of sizes"),
+        ([(8, 10), (4, 20)], [16, 8, 4], "first sample must be 16, the largest value in sizes"),
         ([(8, 10), (4, 20)], [], "at least one size"),
     ],
 )

@@ -172,8 +172,8 @@ class CostModel:
     Attributes:
         name: Name for tables and messages.
         eager_us: Time of an eager step at its exact size.
-        graph_us: Time of a replayed step, by graph size. Steps are replayed as one graph if
-            possible, otherwise in pieces.
+        graph_us: Time of a replayed step, by graph size. Measured with FULL graphs if there are
+            any, otherwise with PIECEWISE graphs.
         piecewise_us: Time of a step with eager pieces between graphs, by graph size; None to use
             ``graph_us``.
         graph_bytes: Memory of each additional graph, by graph size; None if not measured.

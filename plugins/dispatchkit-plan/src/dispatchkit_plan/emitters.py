@@ -51,7 +51,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
     """Return the settings of an engine for a plan.
 
     Args:
-        plan: Plan, whose hedged sizes are used, or a sequence of sizes in tokens.
+        plan: Plan, whose ``robust`` plan is used, or a sequence of sizes in tokens.
         engine: ``dispatchkit``, ``vllm``, ``sglang``, ``sglang-legacy`` or ``tensorrt-llm``.
         query_len: Number of tokens per request in a uniform decode step: 1, or 1 plus the number of
             draft tokens. For engines that count requests, sizes are divided by this number and
@@ -91,7 +91,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
 
 
 def emit_grid(plan: GridPlan) -> EngineSettings:
-    """Return the arguments of a ``GraphRunner`` for the hedged sizes and buckets of a plan."""
+    """Return the arguments of a ``GraphRunner`` for ``plan.robust``."""
     chosen = plan.robust
     grid = ", ".join(f"{bucket}: {_tuple(sizes)}" for bucket, sizes in chosen.grid.items())
     sizes = tuple(sorted({size for row in chosen.grid.values() for size in row}))
@@ -104,8 +104,8 @@ def emit_grid(plan: GridPlan) -> EngineSettings:
         means=f"rows per step, separately for each bucket of {chosen.axis}",
         notes=(
             (
-                "These are arguments of a GraphRunner. The axis must be a dimension of an input or "
-                "a parameter of the step. Imports: from dispatchkit import Axis; from "
+                "These are arguments of a GraphRunner. The axis must be a parameter of the step or "
+                "a dimension of an input. Imports: from dispatchkit import Axis; from "
                 "dispatchkit_plan import GridPolicy."
             ),
         ),

@@ -105,7 +105,7 @@ class JointCurve:
 
     @property
     def fewest(self) -> int:
-        """Minimum number of graphs that covers every family."""
+        """Minimum number of graphs needed to cover every family."""
         return int(np.flatnonzero(np.isfinite(self.costs))[0])
 
     @property
@@ -148,8 +148,8 @@ def joint_curve(
         objective: Objective to minimize.
         hedge: Hedge applied to the steps of each group.
         max_graphs: Maximum total number of graphs.
-        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction. With 0.02, a
-            step in a graph for 8 adapters costs 16% more.
+        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction of the cost of
+            the step. With 0.02, a step in a graph for 8 adapters costs 16% more.
         separate_base: Whether steps without adapters run only in graphs captured without adapters.
     """
 

@@ -38,7 +38,7 @@ __all__ = ["GridPlan", "GridProduct", "ignored_axes", "plan_grid"]
 _MAX_SIZES = 72
 _MAX_VALUES = 44
 
-Grid = Mapping[int, tuple[int, ...]]  # capture sizes of each bucket, both ascending
+Grid = Mapping[int, tuple[int, ...]]  # capture sizes by bucket; buckets and sizes ascend
 
 
 @attrs.frozen
@@ -83,10 +83,11 @@ class GridPlan:
         excess_pct: Excess cost of the plan over graphs with the exact size and axis value of each
             batch, in percent. Equal to ``waste_pct`` without a cost model.
         gap_pct: Upper bound on the excess over the optimum for the planning steps, in percent of
-            the optimum; 0 if the plan is optimal. None if no bound is known, because the plan is
-            hedged, or because the cost model has a graph that is faster than a smaller graph.
-        product: Best combination of separately planned sizes and buckets, with at most the same
-            number of graphs, judged on the same steps.
+            the optimum; 0 means that the plan is optimal. None if no bound is known, because the
+            plan is hedged, or because the cost model has a graph that is faster than a smaller
+            graph.
+        product: Best combination of separately planned sizes and buckets within the same budget of
+            graphs, judged on the same steps.
         future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
             itself is hedged.
         max_size: Largest size; larger steps run eager.
@@ -156,8 +157,8 @@ def plan_grid(
 ) -> GridPlan:
     """Return the best buckets of an axis and their capture sizes.
 
-    With ``fit_on="all"``, the plan is optimal for the steps of the trace, and ``future`` is a
-    hedged plan. With ``"first-half"``, the plan is hedged and judged on the second half.
+    With ``fit_on="all"``, the plan is optimized for the trace itself, and ``future`` is a hedged
+    plan. With ``"first-half"``, the plan is hedged and judged on the second half.
 
     Args:
         trace: Steps with a value of the axis (column ``axis.NAME``).
@@ -395,9 +396,9 @@ class _GridPlanner:
     def _gap(self, sizes: IntArray, values: IntArray, cost: float) -> float:
         """Return an upper bound on the plan's excess over the optimum, in percent.
 
-        The steps are rounded down to considered values and sizes. If any plan for the original
-        steps is rounded down in the same way, it serves the rounded steps at the same cost or less.
-        The cost of the best plan for the rounded steps is therefore a lower bound.
+        The steps are rounded down to considered values and sizes. Rounding a plan for the original
+        steps down in the same way gives a plan that serves the rounded steps at the same or a lower
+        cost. The cost of the best plan for the rounded steps is therefore a lower bound.
         """
         rounded = attrs.evolve(
             self.fit,
@@ -480,9 +481,9 @@ def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
 
 
 def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
-    """Return the values to consider, ascending: ``top``, ``also`` and the found values.
+    """Return the values to consider: ``top``, ``also`` and the found values, sorted.
 
-    If more than ``most`` distinct values were found, quantiles replace them.
+    If more than ``most`` distinct values were found, quantiles replace the found values.
     """
     different = np.unique(found)
     if len(different) > most:

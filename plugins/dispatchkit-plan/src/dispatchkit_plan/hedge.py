@@ -2,14 +2,15 @@
 
 Sizes that are optimal for one trace overfit that trace. If sizes are planned on one minute of
 traffic, a size that first occurs in the next minute may be padded to the largest graph. The planner
-therefore optimizes for a mixture of three histograms: the trace's histogram, this histogram with
-each size spread over its neighborhood, and a histogram of all sizes with weights proportional to
-1/size.
+therefore optimizes for a mixture of histograms: the trace's histogram, variants of this histogram
+in which each size is spread over its neighborhood, and a histogram of all sizes with weights
+proportional to 1/size.
 
-The shares are found by validation. The trace is divided into blocks. Each block after the first is
-held out once: for each mixture in a short list, sizes are planned on the earlier blocks and judged
-on the held-out block. The mixtures are then averaged. Mixtures with a lower excess cost have more
-weight: a mixture with 1.03 times the lowest excess has about 40% of the weight of the best mixture.
+The share of each histogram is found by validation. The trace is divided into blocks. Each block
+after the first is held out once: for each mixture in a short list, sizes are planned on the earlier
+blocks and judged on the held-out block. The mixtures are then averaged. Mixtures with a lower
+excess cost have more weight: a mixture with 1.03 times the lowest excess has about 40% of the
+weight of the best mixture.
 Validation uses only the steps that the plan is made from.
 """
 
@@ -148,8 +149,8 @@ class HedgeChoice:
     Attributes:
         hedge: Chosen mixture.
         validated: Whether the hedge was validated on held-out blocks of the trace.
-        expected_excess_pct: (number of sizes, mean excess) pairs of the best mixture on the
-            held-out blocks, in percent; empty if not validated.
+        expected_excess_pct: (number of sizes, mean excess in percent) pairs of the best mixture on
+            the held-out blocks; empty if not validated.
         reason: Explanation of the choice, in words.
     """
 

@@ -181,8 +181,8 @@ class LaneRun:
         for packed in cells.tolist():
             tokens, uniform, loras, value = batch_of(packed)
             tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens, value))
-        # A decision is valid up to a number of requests. Batches with more requests are dispatched
-        # separately.
+        # A decision is valid for up to `max_num_reqs` requests. Batches with more requests are
+        # dispatched separately.
         bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
         beyond = np.flatnonzero(steps.num_reqs > bounds[number])
         if len(beyond):

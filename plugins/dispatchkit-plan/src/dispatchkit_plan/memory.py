@@ -12,9 +12,9 @@ Without ``held_bytes``, the two kinds of growth cannot be distinguished, and all
 kept memory. This forecast is safe, but far too high if most of the growth was temporary memory,
 which all graphs share.
 
-Keep ``high_bytes + driver_high_bytes`` free. ``high_bytes`` is never too low, provided that no
-unsampled size needs more temporary memory than the sampled sizes. If in doubt, capture more
-samples.
+Keep ``high_bytes + driver_high_bytes`` free. ``high_bytes`` is high enough if each unsampled size
+keeps no more memory than assumed above, and needs no more temporary memory than the sampled sizes.
+If in doubt, capture more samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 SEGMENT_BYTES = 2 * 1024 * 1024
 """Smallest unit in which torch's caching allocator reserves memory (torch 2.x, kSmallBuffer)."""
 
-# Number of samples after the first driver block that suffice to measure how driver memory grows.
+# Measuring how driver memory grows requires this many samples after the first driver block.
 _ENOUGH_BLOCKS = 3
 
 
@@ -71,7 +71,7 @@ class MemoryForecast:
         driver_bytes: Memory that the driver will allocate in addition to the pool, extrapolated
             from the samples.
         driver_high_bytes: Upper bound of ``driver_bytes``. The driver allocates whole blocks, so
-            the bound is wide if the samples include few blocks.
+            the bound is loose if the samples include few blocks.
     """
 
     expected_bytes: int
@@ -106,8 +106,8 @@ def forecast_memory(
     """Return the memory forecast for graphs of all sizes, from a few captures.
 
     Args:
-        samples: Samples in the order of capture, largest size first. The first sample must have the
-            largest of ``sizes``. Include the smallest size. In between, take about half the size of
+        samples: Samples in the order of capture, largest size first. The first sample must be
+            of the largest size. Include the smallest size. In between, take about half the size of
             the previous sample each time: libraries switch kernels around powers of two, and a
             different kernel may need a larger pool.
         sizes: All sizes that will be captured.
@@ -203,7 +203,7 @@ def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
         raise ConfigError(
             "size of the first sample",
             taken[0].size,
-            f"{wanted[0]}, the largest of sizes",
+            f"{wanted[0]}, the largest value in sizes",
             f"Capture size {wanted[0]} first.",
         )
 

@@ -81,10 +81,10 @@ def plan(
             "--max-size",
             metavar="N",
             help=(
-                "Largest size, always captured and counted as a graph; by default, 512, or with "
-                "--axis, the size of the largest step. With --beside or --max-waste, larger steps "
-                "are not considered; the default is then the largest size in the cost model or in "
-                "--beside."
+                "Largest size, which is always captured and counts as a graph; by default, 512, or "
+                "with --axis, the size of the largest step. With --beside or --max-waste, N is "
+                "only a limit: larger steps are ignored. The default is then the largest size in "
+                "the cost model or in --beside."
             ),
             show_default=False,
         ),
@@ -94,7 +94,10 @@ def plan(
         typer.Option(
             "--fit-on",
             metavar="WHICH",
-            help="Steps to plan on: all, or first-half, to judge the plan on the second half.",
+            help=(
+                "Steps to plan on: all or first-half. A plan for the first half is judged on the "
+                "second half."
+            ),
         ),
     ] = FitOn.ALL,
     keyed: Annotated[
@@ -311,7 +314,7 @@ def plan(
 
 
 def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
-    """Raise ``ConfigError`` if a given flag has no effect on this kind of plan."""
+    """Raise ``ConfigError`` if a flag that this kind of plan rejects is set."""
     for flag, is_given in flags:
         if is_given:
             raise ConfigError(
@@ -344,8 +347,7 @@ def show(made: Plan, out: Console) -> None:
         )
     )
     if made.objective != "padding":
-        excess = f"{made.excess_pct:.2f}% more than with graphs of exact sizes"
-        out.print(Text(f"Minimized {made.objective}: {excess}."))
+        out.print(Text(_minimized(made)))
     if made.future is not None:
         out.print(
             Text(
@@ -365,7 +367,7 @@ def show(made: Plan, out: Console) -> None:
         for name, rival in made.rivals.items()
     ]
     out.print()
-    columns = ["Known list", "Graphs", "Padding", "Planned graphs that match it"]
+    columns = ["Known list", "Graphs", "Padding", "Planned graphs for the same padding"]
     out.print(table(columns, rows, right=[1, 2, 3]))
 
 
@@ -437,19 +439,16 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     out.print()
     out.print(
         f"Padding is {made.waste_pct:.2f}% of the real work (rows x {made.axis}), judged on "
-        f"{made.judged_on} ({counted(made.num_steps, 'step')}); {over:.1%} of these steps are "
-        "beyond the limits and run eager."
+        f"{made.judged_on} ({counted(made.num_steps, 'step')}); {over:.1%} of these steps "
+        "exceed the largest size or bucket and run eager."
     )
     out.print(
-        f"Planned separately, {counted(len(product.sizes), 'size')} x "
-        f"{counted(len(product.buckets), 'bucket')} ({counted(product.num_graphs, 'graph')}) "
-        f"have {product.waste_pct:.2f}% padding."
+        f"If sizes and buckets are planned separately, padding is {product.waste_pct:.2f}% with "
+        f"{counted(len(product.sizes), 'size')} x {counted(len(product.buckets), 'bucket')} "
+        f"({counted(product.num_graphs, 'graph')})."
     )
     if made.objective != "padding":
-        out.print(
-            f"Minimized {made.objective}: {made.excess_pct:.2f}% more than with graphs of exact "
-            "sizes."
-        )
+        out.print(_minimized(made))
     if made.gap_pct:
         out.print(
             f"The plan is at most {made.gap_pct:.2f}% above the optimum for the planning steps."
@@ -469,6 +468,13 @@ def _print_rows(made: GridPlan, out: Console) -> None:
     for bucket, sizes in made.grid.items():
         text = f"{made.axis} {bucket:>{width}}: {', '.join(map(str, sizes))}"
         out.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
+
+
+def _minimized(made: Plan | GridPlan) -> str:
+    return (
+        f"The plan minimizes {made.objective}. The predicted time is {made.excess_pct:.2f}% higher "
+        "than with graphs of exact sizes."
+    )
 
 
 def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
