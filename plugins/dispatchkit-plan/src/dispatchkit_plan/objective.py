@@ -1,8 +1,9 @@
 """Objectives of a plan: padded tokens, or time according to a cost model.
 
-Both objectives define two costs of a batch of n tokens: padded to a captured size, and with a graph
-of exactly n tokens. The excess of the first cost over the second, in percent, measures the quality
-of a set of sizes. If the objective is padded tokens, this excess is the padding in percent.
+Both objectives define two costs of a batch of n tokens. The first is its cost with a given set of
+captured sizes. The second is its cost with a graph of exactly n tokens, or eager if the cost model
+predicts that eager is faster. The excess of the first cost over the second, in percent, measures
+the quality of the set. If the objective is padded tokens, this excess is the padding in percent.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class TimeObjective:
         return self._choose(cost, max_size)
 
     def exact(self, max_size: int) -> FloatArray:
-        """Return the cost of a batch of each size with an exact graph, or eager if faster."""
+        """Return the cost of a batch of each size with a graph of that size, or eager if faster."""
         graph = np.array(self.model.graph_us.table(max_size))
         eager = np.array(self.model.eager_us.table(max_size))
         exact: FloatArray = np.minimum(graph, eager)
@@ -136,7 +137,7 @@ Objective = PaddingObjective | TimeObjective
 
 
 def _constant_costs(candidates: IntArray, demand: FloatArray, price: FloatArray) -> FloatArray:
-    """Return the cost matrix for candidates that cost the same for every batch."""
+    """Return the cost matrix if the cost of a batch depends only on the size of its graph."""
     below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]
     before = np.concatenate([[0.0], below[:-1]])
     cost: FloatArray = price[:, None] * (below[:, None] - before[None, :])
@@ -156,7 +157,7 @@ def waste_pct(sizes: Sequence[int], demand: FloatArray) -> float:
     """Return the padding as a percentage of the real tokens.
 
     Args:
-        sizes: Captured sizes, ascending; the last one covers all sizes with demand.
+        sizes: Captured sizes, ascending; the last one is at least N.
         demand: Number of batches of each size, 0 to N. Shape (N + 1,).
     """
     return _excess(PaddingObjective(), sizes, demand)

@@ -1,12 +1,12 @@
-"""Find exactly optimal sets of capture sizes by dynamic programming.
+"""Find optimal sets of capture sizes by dynamic programming.
 
 Batches have many sizes, few sizes can be captured, and a batch runs at the smallest captured size
-that covers it. Which sizes have the lowest cost? Let ``cost[i, j]`` be the cost of all batches that
-candidate i serves if the next smaller captured size is candidate ``j - 1``. If ``j`` is 0, there is
-no smaller captured size. The best set of k sizes that ends at candidate i consists of i and a best
-set of k - 1 smaller sizes. Every end ``j - 1`` of the smaller set is compared, and the set with the
-lowest total cost is kept. The last size is always the largest candidate, so that every set covers
-the same batches.
+that covers it. Which set of sizes has the lowest total cost? Let ``cost[i, j]`` be the cost of all
+batches that candidate i serves if the next smaller captured size is candidate ``j - 1``. If ``j``
+is 0, there is no smaller captured size. The best set of k sizes that ends at candidate i consists
+of i and a best set of k - 1 smaller sizes. Every end ``j - 1`` of the smaller set is compared, and
+the set with the lowest total cost is kept. The last size is always the largest candidate, so that
+every set covers the same batches.
 
 With M candidates, one pass computes the whole curve for k = 1 to K in K x M^2 / 2 operations. If
 costs grow with the padded size, the best ``j`` never decreases as i or k increases, so most of this

@@ -2,10 +2,10 @@
 
 A batch without a graph of its size is padded to a larger size, or runs eager. The time that a graph
 of its exact size saves depends on the traffic (the frequency of the size) and on the device (the
-cost of padding or eager). The other chosen graphs matter too, because a graph also serves smaller
-batches. All sizes are therefore chosen together, by the dynamic program in ``optimal``. Existing
-graphs are always part of the result, and do not count toward the budget. Batches that no graph may
-serve run eager.
+cost of padding or of running eager). The other chosen graphs matter too, because a graph also
+serves smaller batches. All sizes are therefore chosen together, by the dynamic program in
+``optimal``. Existing graphs are always part of the result, and do not count toward the budget.
+Batches that no graph may serve run eager.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OwnSizesPlan:
         num_steps_over: Number of judged steps that are larger than ``max_size`` and therefore not
             considered.
         judged_on: Description of the judged steps, the steps that the plan is evaluated on.
-        objective: Description of the minimized quantity, which names the cost model.
+        objective: Description of the minimized time, with the name of the cost model.
         warnings: Caveats about the plan.
 
     Sizes are in tokens, times in microseconds, memory in bytes.
@@ -126,17 +126,18 @@ def plan_own_sizes(
 ) -> OwnSizesPlan:
     """Return the sizes of a trace that deserve their own graph, within one budget.
 
-    The result is exact if the budget is a number of graphs or if all graphs take the same memory.
-    Otherwise, it may be worse than the optimum, because the memory of each graph is rounded to a
-    multiple of 1/128 of the budget (``optimal.best_sizes_within``). The rest of the budget is then
-    filled with the graphs that save the most time per byte.
+    If more than 512 sizes occur, only the 512 most frequent sizes are considered. For the
+    considered sizes, the result is exact if the budget is a number of graphs or if all graphs take
+    the same memory. Otherwise, it may be worse than the optimum, because the memory of each graph
+    is rounded to a multiple of 1/128 of the budget (``optimal.best_sizes_within``). The rest of the
+    budget is then filled with the graphs that save the most time per byte.
 
     Args:
         data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
         cost_model: Cost model for eager and replayed steps.
         beside: Sizes of existing graphs, which do not count toward the budget.
         max_waste: Maximum share of a graph that may be padding, as for the policy ``threshold``. At
-            0, only exact sizes replay, and all other batches run eager.
+            0, only batches that exactly fill a graph replay; all other batches run eager.
         graphs: Maximum number of graphs to add. Pass either this or ``memory_bytes``.
         memory_bytes: Memory for the added graphs. Requires ``bytes_per_graph``, or a cost model
             with ``graph_bytes``.
@@ -148,7 +149,7 @@ def plan_own_sizes(
 
     Raises:
         ConfigError: A setting is out of range, or the budget is too small for any graph.
-        TraceError: No step has at most ``max_size`` tokens.
+        TraceError: No step used for planning has at most ``max_size`` tokens.
 
     Sizes are in tokens, memory is in bytes.
     """

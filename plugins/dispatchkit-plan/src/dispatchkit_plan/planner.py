@@ -35,10 +35,10 @@ __all__ = ["Plan", "PlannedFamily", "RivalResult", "plan_sizes"]
 
 MAX_SIZE_LIMIT = 1 << 20
 MIN_STEPS = 1000
-"""Number of steps used for planning below which the planner warns."""
+"""The planner warns if fewer steps than this can be used for planning."""
 
 _SAME_STEPS = (
-    "The plan was judged on the steps it was planned on, and `sizes` are optimal only for these "
+    "The plan was judged on the steps it was planned on, and `sizes` are optimized only for these "
     "steps. For later traffic, use the hedged sizes, which are in `plan.robust` in Python, under "
     "`For later traffic` in the output of the command, and in `future` in its JSON."
 )
@@ -69,8 +69,9 @@ def plan_sizes(
 ) -> Plan:
     """Return the best capture sizes for a trace within one budget.
 
-    With ``fit_on="all"`` and ``hedge="auto"``, ``sizes`` are the exact optimum for the steps of the
-    trace, and ``future`` contains hedged sizes. With ``fit_on="first-half"``, ``sizes`` are planned
+    A hedge optimizes the sizes for traffic that resembles the trace, rather than for the trace
+    alone. With ``fit_on="all"`` and ``hedge="auto"``, ``sizes`` are planned without a hedge, and
+    ``future`` is a second plan, with a hedge. With ``fit_on="first-half"``, ``sizes`` are planned
     on the first half of the trace, with the hedge, and judged on the second half.
 
     Args:
@@ -82,7 +83,7 @@ def plan_sizes(
         capture_time_s: Maximum total capture time. Requires ``capture_s_per_graph``, or a cost
             model with ``capture_us``.
         max_size: Largest size, always captured and counted as one of the graphs. Larger steps run
-            eager.
+            eager, unless the plan has a graph for ``token_budget``.
         fit_on: Steps to plan on: ``all``, or the ``first-half`` of the trace.
         keyed: Whether to plan uniform decode and mixed steps separately (``True`` or
             ``"uniform"``), or also by LoRA count (``"uniform+loras"``), within one budget.
@@ -94,21 +95,22 @@ def plan_sizes(
         align: Number of tokens that divides every size, including ``max_size``.
         token_budget: Size above ``max_size`` for which one graph is considered; ``auto`` for the
             most frequent of these sizes, None to consider none. The graph replaces another graph if
-            ``graphs`` is given and the cost model predicts that this saves time.
+            ``graphs`` is given and the cost model predicts that this saves time. Ignored if
+            ``keyed`` is set.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         capture_s_per_graph: Time of each capture, for ``capture_time_s``.
         lora_overhead: Extra cost of a step per adapter of its graph, as a fraction of the cost of
             the step. At 0.02, a step in a graph for 8 adapters costs 16% more.
         separate_base: Whether steps without adapters run only in graphs captured without adapters.
         max_uniform_size: Largest uniform batch in tokens (vLLM: max_num_seqs x query_len); by
-            default, ``max_size``. Used only to count the graphs of the lists that a keyed plan is
-            compared with.
+            default, ``max_size``. Used only if ``keyed`` is set, to count the graphs that each
+            well-known list of sizes needs.
         curve_to: Largest number of graphs in ``Plan.curve``, unless the plan itself has more.
 
     Raises:
         ConfigError: A setting is out of range, no budget or several budgets are given, or the
             largest graph alone exceeds the budget.
-        TraceError: No step has at most ``max_size`` tokens.
+        TraceError: No step used for planning has at most ``max_size`` tokens.
 
     Sizes are in tokens, memory in bytes, times in seconds.
     """
@@ -179,7 +181,7 @@ def plan_sizes(
         exact = HedgeChoice(
             NO_HEDGE,
             validated=False,
-            reason="The plan is the exact optimum for the planning steps.",
+            reason="The plan is optimized for the planning steps alone, without a hedge.",
         )
         future = planner.plan(choice, warnings, future=None)
         warnings = [
@@ -237,7 +239,7 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
         warnings.append(ignored_axes(fit.axes))
     if usable < MIN_STEPS:
         warnings.append(
-            f"The trace is short: only {counted(usable, 'step')} of at most "
+            f"Only {counted(usable, 'step')} of at most "
             f"{counted(max_size, 'token')} could be used for planning, fewer than {MIN_STEPS:,}. "
             "Record a longer trace before you rely on the plan."
         )

@@ -1,4 +1,7 @@
-"""Register the policy ``grid`` and the planning commands, which are imported on use."""
+"""Register the policy ``grid``, and the planning and reporting commands.
+
+The commands are imported on use.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_one_figure_is_written_alone(run: Any, tmp_path: Path) -> None:
     picture = ET.fromstring(path.read_text(encoding="utf-8"))
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
     texts = [one.text for one in picture.iter() if one.tag.endswith("}text")]
-    assert texts[:2] == ["Waste against number of graphs", "best sizes for this traffic"]
+    assert texts[:2] == ["Padding against number of graphs", "best sizes for this traffic"]
     assert "prefers-color-scheme:dark" in path.read_text(encoding="utf-8")
     named = {value for one in picture.iter() for name, value in one.items() if "href" in name}
     assert named == set()

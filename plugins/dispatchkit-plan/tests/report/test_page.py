@@ -97,7 +97,7 @@ def test_a_page_is_complete_in_itself(pages: dict[str, str], name: str) -> None:
 
 
 def test_vllm_is_a_point_beside_the_best_sizes(pages: dict[str, str]) -> None:
-    """Waste against number of graphs, with the run itself."""
+    """Padding against number of graphs, with the run itself."""
     figure = pages["trace"].split('id="waste"')[1].split("</figure>")[0]
     assert "best sizes for this traffic" in figure
     assert "vLLM default (51)" in figure
@@ -140,7 +140,7 @@ def test_one_simulation_is_not_compared(simulations: Any) -> None:
     rows = [one.to_json() for one in simulations]
     several = report_of_simulations(rows, source="s")
     assert several.summary.startswith(
-        "default, powers of two and four graphs, simulated without a device on the same"
+        "default, powers of two and four graphs were simulated on the same"
     )
     assert several.tiles[1].note.endswith(", the shortest")
     single = report_of_simulations(rows[:1], source="s")

@@ -43,7 +43,7 @@ _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff
 
 
 def text(value: object) -> str:
-    """Return a value as text that is escaped for HTML, including attributes."""
+    """Return a value as text, escaped for use in HTML elements and attributes."""
     return html.escape(_UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", str(value)), quote=True)
 
 
@@ -116,7 +116,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Format a number in a few characters, such as 1,234 or 12k or 0.05."""
+    """Format a number in a few characters, such as 1,234, 12k or 0.05."""
     if abs(value) >= 1e9:
         return f"{value / 1e9:.3g}G"
     if abs(value) >= 1e6:
@@ -363,10 +363,11 @@ class Lines(Chart):
             for x, y in line.points if line.marked else ():
                 cx, cy = at(x, y)
                 # If two points coincide, the larger one stays visible around the smaller one.
+                value = f"{self.y_label} {y:.2f}{self.unit}"
                 radius = 7.5 if line.css == "eager" else 5
                 frame.parts.append(
                     f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}" class="mark dot {line.css}">'
-                    f"<title>{text(f'{line.name}: {y:.2f}{self.unit} at {x:g}')}</title></circle>"
+                    f"<title>{text(f'{line.name}: {value}, {self.x_label} {x:g}')}</title></circle>"
                 )
                 what = f"{line.name}: {y:.3g}{self.unit}"
                 for gx, gy, names in groups:
@@ -401,7 +402,7 @@ _Group = tuple[float, float, list[str]]
 
 
 def _label_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Box]) -> None:
-    """Draw labels next to points, avoiding overlaps with labels and lines."""
+    """Draw labels next to points, with as few overlaps as possible."""
     dots = [(x - 7, x + 7, y + 4) for x, y, _ in groups]
     # Labels placed first get the best positions, so try all orders unless there are too many.
     orders = itertools.permutations(groups) if len(groups) <= _MAX_ORDERED else iter([groups])
@@ -425,10 +426,10 @@ class _LabelLayout:
     Args:
         frame: Frame to draw on.
         drawn: Boxes of lines; labels cover them only if necessary.
-        solid: Boxes of points; labels avoid them even more than lines.
+        solid: Boxes of points; covering one costs more than covering a line.
 
     Attributes:
-        parts: Functions that draw the labels.
+        parts: Functions that draw the labels and their leader lines.
     """
 
     def __init__(self, frame: _Frame, drawn: list[_Box], solid: list[_Box]) -> None:
@@ -526,7 +527,7 @@ class Pairs(Chart):
     Attributes:
         label: Description of the plot for screen readers.
         categories: Names below the x axis.
-        series: Values of the dots of each color; a value of 0 is unknown and not drawn.
+        series: Values of the dots of each color; 0 means unknown, and is not drawn.
         x_label: Label of the x axis.
         y_label: Label of the y axis.
         unit: Unit of the values.
@@ -605,7 +606,8 @@ class Bars(Chart):
         label: Description of the plot for screen readers.
         bands: Rows, from top to bottom.
         colors: (CSS class, name) pairs of the legend.
-        whole: Value of a bar of full width, unless a bar is longer; 0 to use the longest bar.
+        whole: Value of a bar of full width. If the longest bar has a greater value, it has full
+            width instead.
     """
 
     label: str

@@ -51,7 +51,7 @@ def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | li
 
 
 class _PrefixedStream(io.RawIOBase):
-    """Stream of the bytes read so far, followed by the rest of another stream."""
+    """Stream of given bytes, followed by the rest of another stream."""
 
     def __init__(self, head: bytes, rest: io.BufferedReader) -> None:
         self._head, self._rest = io.BytesIO(head), rest

@@ -39,11 +39,11 @@ MIN_WASTE = 0.01
 """Smallest padding in the plot, in percent; a logarithmic axis has no zero."""
 
 WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
-"""(graphs, padding in percent) pairs of the planner's curve, and the pair of each known list."""
+"""The planner's curve, and well-known size lists by name, as (graphs, padding in percent) pairs."""
 
 
 def waste_plan(source: object, max_size: int) -> WastePlan | str:
-    """Return the planner's curve and the padding of well-known lists, or why planning failed."""
+    """Return the planner's curve and the padding of well-known size lists, or an error text."""
     try:
         from dispatchkit_plan import plan_sizes
 
@@ -57,8 +57,8 @@ def waste_plan(source: object, max_size: int) -> WastePlan | str:
 def waste_figure(
     plan: WastePlan | str, own: Sequence[tuple[str, int, float]], max_size: int
 ) -> Figure | MissingFigure:
-    """Return the plot of padding against the number of graphs, for the best sizes and all lists."""
-    title = "Waste against number of graphs"
+    """Return the plot of padding against the number of graphs."""
+    title = "Padding against number of graphs"
     if isinstance(plan, str):
         return MissingFigure("waste", title, plan)
     curve, rivals = plan
@@ -114,14 +114,14 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     steps, modes = account.num_steps, account.modes()
     num_eager = modes["NONE"]
     replayed = 1.0 - num_eager / steps
-    summary = "Every step runs eager, for the reasons below."
+    summary = "Every step runs eager. The report lists the reasons."
     if num_eager < steps:
         summary = (
             f"Graphs serve {replayed:.1%} of {counted(steps, 'step')}. Padding is "
             f"{account.waste_pct:.2f}% of the real tokens of the replayed steps."
         )
         if num_eager:
-            summary += " All other steps run eager, for the reasons below."
+            summary += " All other steps run eager. The report lists the reasons."
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     own = _own_point(account)
     return Report(

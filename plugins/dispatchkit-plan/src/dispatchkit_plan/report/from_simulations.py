@@ -61,8 +61,8 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     return Report(
         title=f"Simulation results: {source}",
         summary=(
-            f"{names}, simulated without a device on {the_same}"
-            f"{counted(first['num_steps'], 'step')}."
+            f"{names} {'were' if several else 'was'} simulated on {the_same}"
+            f"{counted(first['num_steps'], 'step')}, without a device."
             + (f" {best['label']} has the shortest device time." if several else "")
         ),
         facts=(
@@ -170,7 +170,7 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
         "times",
         "Time of the whole trace",
         "Device time of the trace according to the cost model, for each scenario and if all steps "
-        "ran eager.",
+        "ran eager. The factors are speedups over eager.",
         Bars(label="Time of the whole trace", bands=(*bands, eager)),
     )
 
@@ -183,11 +183,12 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
     return Figure(
         "waste",
-        "Waste against number of graphs",
-        "Padding as a percentage of the real tokens, against the number of live graphs at the end "
-        "of each scenario. All modes and kinds of batches are counted together.",
+        "Padding against number of graphs",
+        "Padding as a percentage of the real tokens, against the number of live graphs (captured "
+        "and not evicted) at the end of each scenario. All modes and kinds of batches are counted "
+        "together.",
         Lines(
-            label="Waste against number of graphs",
+            label="Padding against number of graphs",
             lines=tuple(
                 Line(
                     row["label"],

@@ -155,7 +155,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
             _over_time(samples),
             MissingFigure(
                 "waste",
-                "Waste against number of graphs",
+                "Padding against number of graphs",
                 "Statistics do not contain the sizes of batches. Record a trace with `dispatchkit "
                 "record`, then run `dispatchkit report TRACE`.",
             ),
