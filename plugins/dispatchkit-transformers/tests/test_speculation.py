@@ -503,8 +503,8 @@ def test_rows_are_named_by_numbers():
     [
         ("Qwen3_5ForCausalLM", "recurrent layers cannot undo a rejected draft"),
         ("MambaForCausalLM", "recurrent layers cannot undo a rejected draft"),
-        ("BloomForCausalLM", "steps with several tokens return different logits than prompts"),
-        ("T5ForConditionalGeneration", "steps with several tokens return different logits"),
+        ("BloomForCausalLM", "steps with several tokens per row return different logits"),
+        ("T5ForConditionalGeneration", "steps with several tokens per row return different logits"),
     ],
 )
 def test_models_that_cannot_verify_are_refused(name, message):

@@ -1,8 +1,8 @@
 """A policy that learns on one rank and publishes its updates to all ranks.
 
 Each rank measures different times, so policies that learn on every rank would diverge. With a
-leader, every rank serves the decisions of a stateless base policy and the updates that the leader
-published. Updates take effect on all ranks between the same two steps.
+leader, every rank follows a stateless base policy, except for batches for which the leader
+published a different decision. Updates take effect on all ranks between the same two steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BATCH = tuple(field.name for field in attrs.fields(Batch))
 
 
 class LeaderPolicy:
-    """A policy that serves decisions of a base policy and updates published by a leader.
+    """A base policy whose decisions a leader can override by publishing updates.
 
     Args:
         base: The policy for batches without a published update. It must have the trait
@@ -94,7 +94,7 @@ class LeaderPolicy:
         return served
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass an outcome to the learner, and store the learner's updates until the next epoch."""
+        """Pass an outcome to the learner, and store the resulting updates for ``take_updates``."""
         if self.learner is None or not self.is_observing:
             return
         for update in self._call_learner("observe", outcome, read=_updates) or ():
@@ -138,7 +138,7 @@ class LeaderPolicy:
             except (DescriptorError, PolicyError) as error:
                 if self.learner is not None:
                     name = policy_name(self.learner)
-                    self._count_error(f"An update of policy {name!r} was ignored", error)
+                    self._count_error(f"An update from policy {name!r} was ignored", error)
                 continue
             served += 1
             if not update.one_shot:
@@ -204,7 +204,7 @@ def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
     name, reason, timed = answer
     if name is None:
         return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
-    # If the key was removed, pass None, so that the base policy decides on all ranks.
+    # If the key was removed, clear the decision, so that the base policy decides on all ranks.
     key = keys.get(name)
     decision = None if key is None else Decision.replay(key, reason, timed=timed)
     return CellUpdate(batch, decision, one_shot)

@@ -1,8 +1,8 @@
-"""Notes that ranks leave in the store when they stop.
+"""Notes that ranks write to the store when they stop.
 
-A failed collective does not show which rank caused the failure, but the notes do. A rank that
-waited writes a note right after the failure. A rank that raised an error or left wrote its note
-earlier. A rank without a note never arrived.
+A failed collective does not show which rank caused the failure, but the notes do. A rank whose
+collective failed writes a note right after the failure. A rank that raised an error or left the
+agreement wrote its note earlier. A rank without a note did not reach the collective.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Notes:
         store: Any torch.distributed store.
         prefix: Prefix of this agreement's keys in the store.
         members: Global ranks of the members.
-        rank: Index of this rank.
+        rank: Index of this rank in ``members``.
     """
 
     def __init__(self, store: Any, prefix: str, members: Sequence[int], rank: int) -> None:
@@ -61,11 +61,11 @@ class Notes:
         return PrefixStore("group", self._store)
 
     def wait_for_all(self, seconds: float) -> None:
-        """Wait until every rank has arrived.
+        """Wait until every rank has joined the agreement.
 
         Raises:
-            RankError: Some ranks did not arrive in time, and the error names them; or the store did
-                not answer.
+            RankError: Some ranks did not join in time, and the error names them; or the store
+                failed or did not answer.
         """
         limit = _call_limit(seconds)
         present = self._call_with_limit(limit, lambda: self._all("here", "1", seconds))
@@ -85,7 +85,7 @@ class Notes:
             )
 
     def leave(self, note: Note, seconds: float | None = None) -> None:
-        """Leave a note for the other ranks.
+        """Write a note for the other ranks.
 
         Args:
             note: The note, which says why this rank stopped.
@@ -100,7 +100,7 @@ class Notes:
         self._call_with_limit(_call_limit(0) if seconds is None else seconds, write)
 
     def has_stopped_ranks(self) -> bool:
-        """Return whether a rank has left a note, or the rank that hosts the store is gone."""
+        """Return whether a rank has written a note or the rank that hosts the store is gone."""
         found = self._call_with_limit(_call_limit(0), lambda: self._store.check([_STOPPED]))
         # A store that no rank hosts may end before the ranks do.
         return self._host is not None if found is None else found
@@ -112,7 +112,7 @@ class Notes:
         )
 
     def find_cause(self, own: Note, seconds: float, where: str) -> Verdict:
-        """Leave a note, read the notes of other ranks, and determine which rank failed.
+        """Write a note, read the notes of other ranks, and determine which rank failed.
 
         Args:
             own: The note of this rank.
@@ -148,7 +148,8 @@ class Notes:
         store.set(self._key(kind, self._me), value)
         keys = {number: self._key(kind, number) for number in self._members}
         if not self._are_set(list(keys.values()), seconds):
-            # If the store was blocked, it now answers all waiting ranks. Let them write first.
+            # If the store was blocked, it now answers all waiting ranks. Let them set their
+            # values before the check.
             time.sleep(0.05)
             keys = {number: key for number, key in keys.items() if store.check([key])}
         return {number: store.get(key).decode() for number, key in keys.items()}
@@ -188,7 +189,7 @@ class Notes:
 
 
 def _call_limit(seconds: float) -> float:
-    """Return the time limit of a call that waits for ``seconds``."""
+    """Return the time limit of a store call that itself waits up to ``seconds``."""
     # Allow more time, because a TCPStore blocks all other clients while it resolves a client's
     # host name for its log.
     return seconds + max(2.0, seconds)

@@ -62,13 +62,13 @@ class Ranks(Protocol):
             step: Number of the step, recorded as the last agreed step; 0 outside steps.
 
         Raises:
-            RankError: A rank is late, has left, has raised an error, is in another phase, or has
-                another ``mark``; or the agreement has ended.
+            RankError: A rank is late, has left or has raised an error; the ranks have different
+                phases or marks; or the agreement has ended.
         """
         ...
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in order; not for use in steps."""
+        """Return the texts of all ranks, in rank order; not for use in steps."""
         ...
 
     def share(self, text: str) -> str:

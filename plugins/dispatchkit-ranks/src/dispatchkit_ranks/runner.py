@@ -272,7 +272,8 @@ class RankedRunner:
                 )
         self.runner.decisions.check_inputs(given | values)
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
-        # If the ranks have different values of an exact axis, each rank runs eager with its own.
+        # If the ranks have different values of an exact axis, each rank uses its own value and runs
+        # eager.
         wanted = {
             name: values[name] if value is None else value
             for name, value in zip(self._names, agreed.axes, strict=True)

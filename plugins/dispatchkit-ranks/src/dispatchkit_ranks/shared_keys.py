@@ -106,7 +106,7 @@ class SharedKeys:
             self._registry.set_enabled(True, key=key)
 
     def _why_not(self, key: GraphKey) -> str | None:
-        """Return why this rank cannot run a key, apart from being withheld; None if it can."""
+        """Return why this rank cannot run a key; None if it can, even if the key is withheld."""
         why = self._dispatcher.graphs.why_not(key)
         if why != Reason.DISABLED or key not in self.withheld:
             return why

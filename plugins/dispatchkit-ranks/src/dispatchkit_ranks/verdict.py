@@ -14,7 +14,7 @@ class Note:
     """The reason why a rank stopped.
 
     Attributes:
-        kind: ``waited`` (an exchange failed), ``raised`` or ``left``.
+        kind: ``waited`` (its exchange failed), ``raised`` (an error) or ``left`` (the agreement).
         step: Last step that the rank agreed on.
         text: The error message.
         seconds: How long the rank had waited when its exchange failed.
@@ -92,9 +92,9 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
         return Verdict(
             (last,),
             "late",
-            f"Rank {last}{this} reached {where} too late: other ranks had stopped after "
-            f"{waited:.3g} s. Last agreed step: {step}. To wait longer, increase timeout or "
-            "setup_timeout.",
+            f"Rank {last}{this} reached {where} too late: other ranks had stopped "
+            f"waiting after {waited:.3g} s. Last agreed step: {step}. To wait longer, increase "
+            "timeout or setup_timeout.",
         )
     return Verdict(
         (),

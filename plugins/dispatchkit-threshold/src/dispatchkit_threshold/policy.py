@@ -32,8 +32,9 @@ class ThresholdPolicy:
         min_tokens: Minimum number of tokens; smaller batches run eager.
         max_tokens: Maximum number of tokens; larger batches run eager. None for no limit.
         prefer_piecewise: Whether to try PIECEWISE before FULL.
-        max_waste: Maximum share of padding in a bucket, from 0 (only exact sizes) to 1 (any
-            padding). A mode is skipped if its smallest graph for the batch has more padding.
+        max_waste: Maximum share of padding in a bucket, or in all buckets of a split batch
+            together, from 0 (only exact sizes) to 1 (any padding). A mode is skipped if its
+            smallest graph for the batch has more padding.
         split: Whether to split a mixed batch over several graphs if no single graph serves it
             within the limits. The parts fill graphs of the largest possible size; the last part
             uses the smallest graph that covers it. Requires steps with independent rows
@@ -75,7 +76,7 @@ class ThresholdPolicy:
         return list(_keys(config, self._useful))
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return a decision to replay the smallest graph within the limits.
+        """Return a decision: the smallest graph within the limits, a split or eager.
 
         FULL is tried before PIECEWISE, or after it with ``prefer_piecewise``. If neither mode has a
         graph within the limits, the batch is split, if allowed, or runs eager.

@@ -1,11 +1,12 @@
-"""An attention function for decoding that reads the static cache only once.
+"""An attention function for decoding; it reads the static cache in place.
 
 The ``sdpa`` of transformers passes one mask per row, which some kernels do not support. Some
 releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports a separate
-mask for each row, and keys that several query heads share. This kernel is used where available: for
-16-bit types on CUDA devices with compute capability 8.0 or higher. Elsewhere, two small matrix
-products per key head compute the result. They do not repeat or copy the cache, but they store one
-score for each pair of a token and a cache position.
+mask for each row, and keys that several query heads share. This kernel is used on CUDA devices with
+compute capability 8.0 or higher, for 16-bit dtypes and head sizes that are multiples of 8 up to
+128, if cuDNN is newer than 9.15.0. Otherwise, two small matrix products per key head compute the
+result. They do not repeat or copy the cache, but they store a score for each query head, token and
+cache position.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` selects this implementation from the registry
 of transformers. Prompts, and calls with options that only ``sdpa`` supports, fall back to ``sdpa``.
@@ -36,8 +37,8 @@ _SDPA_ONLY = ("position_bias", "head_mask")
 _MOST_TOKENS = 8
 
 # Limits of cuDNN's kernel, from torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). cuDNN
-# up to 9.15.0 returns wrong results for lengths that are not multiples of 128. Some devices do not
-# support heads larger than 128.
+# up to 9.15.0 returns wrong results for key lengths that are not multiples of 128. Some devices do
+# not support heads larger than 128.
 _CUDNN_WRONG_TO, _CUDNN_LARGEST = 91500, 128
 
 

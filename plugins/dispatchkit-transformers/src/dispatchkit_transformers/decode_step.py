@@ -24,12 +24,13 @@ def decode_step(
     forward: Callable[..., Any],
     *,
     wants_logits: bool,
-    compile: Callable[..., Any] | None = None,  # noqa: A002 - torch's own word
+    compile: Callable[..., Any] | None = None,  # noqa: A002 - as in torch
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that runs one decoding step.
 
-    The function takes tokens and positions (B,), and the cache length to read. It returns the most
-    likely next tokens (B,), or the logits (B, V) in float32, and the next positions (B,).
+    The function takes tokens and positions (B,), and the cache length to read. It returns two
+    tensors: the most likely next tokens (B,) or the logits (B, V) in float32, and the next
+    positions (B,).
 
     Args:
         probe: Description of how the model must be called.
@@ -68,7 +69,7 @@ def verify_step(
     forward: Callable[..., Any],
     num_draft_tokens: int,
     *,
-    compile: Callable[..., Any] | None = None,  # noqa: A002 - torch's own word
+    compile: Callable[..., Any] | None = None,  # noqa: A002 - as in torch
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return a function that runs one step and verifies drafts.
 

@@ -136,7 +136,7 @@ class GraphDecoder:
             each cache length and returns its replacement.
         forward: Function that replaces the model in a step, such as ``torch.compile(model)``.
         policy: The policy of the runners, or its name.
-        state: Other state that steps change, see ``GraphRunner``.
+        state: State, besides the cache, that steps change; see ``GraphRunner``.
         options: ``RunnerOptions`` of the runners.
         backend: ``auto``, a backend or its name.
         lazy: Whether to capture each graph when a step first needs it. If False, only
@@ -240,9 +240,9 @@ class GraphDecoder:
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
-        # For each row, the end of all positions ever written, including rejected and discarded
-        # positions. For a prompt, `max_discarded` is added to the length, so that no position of
-        # the prompt can be discarded.
+        # For each row, the end of the positions that `verify` wrote or `truncate` discarded. After
+        # a prompt, it is the length plus `max_discarded`, so that no position of the prompt can be
+        # discarded.
         self._ends: list[int] = []
         # Whether a step was interrupted and left tokens and cache in an unknown state.
         self._is_amid_step = False
@@ -315,7 +315,8 @@ class GraphDecoder:
     ) -> torch.Tensor:
         """Run prompts and append a row for each of them.
 
-        The current token of a new row is the most likely next token, unless ``tokens`` is assigned.
+        The current token of a new row is the most likely token after its prompt, unless ``tokens``
+        is assigned.
 
         Args:
             input_ids: Prompts (B, T), padded on the left.
@@ -330,8 +331,8 @@ class GraphDecoder:
         Raises:
             DescriptorError: There are too few free slots, or a prompt is too long.
             InputError: Padding is not on the left, a prompt is empty, a token is outside the
-                vocabulary, the encoder output is missing or longer than ``max_source_length``, or
-                an earlier step was interrupted.
+                vocabulary, or an earlier step was interrupted. Also raised if the encoder output is
+                missing, has the wrong shape, or is given for a model without an encoder.
             ConfigError: The model is in training mode, or was moved or converted after the decoder
                 was created.
         """
@@ -540,8 +541,8 @@ class GraphDecoder:
             drafts: Whether to return the runner of ``verify()`` instead.
 
         Raises:
-            ConfigError: ``logits`` and ``drafts`` are both True, or the decoder was created without
-                ``num_draft_tokens``.
+            ConfigError: ``logits`` and ``drafts`` are both True; or ``drafts`` is True, but the
+                decoder was created without ``num_draft_tokens``.
         """
         if logits and drafts:
             raise ConfigError(
@@ -744,7 +745,7 @@ class GraphDecoder:
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
                 f"0 for {name}",
-                "Its steps with several tokens return different logits than prompts do.",
+                "Its steps with several tokens per row return different logits than prompts do.",
             )  # fmt: skip
 
     def check_has_rows(self) -> None:
