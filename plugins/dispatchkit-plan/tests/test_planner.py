@@ -228,7 +228,7 @@ def test_the_token_budget_is_captured_only_where_it_pays():
     assert pays.token_budget.share_pct == 100.0
     assert pays.token_budget.saved_pct > 0
     for model, why in [
-        (slow, "more time"),
+        (slow, "would increase the time by"),
         (short, "measured only up to 1 token. Calibrate with sizes up to 100"),
         (None, "cost-model"),
     ]:

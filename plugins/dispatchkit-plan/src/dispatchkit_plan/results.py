@@ -40,13 +40,14 @@ class PlannedFamily:
 
 @attrs.frozen
 class RivalResult:
-    """Padding of a well-known list of sizes on the judged steps of a plan.
+    """Padding of a well-known list of sizes, on the steps that a plan is evaluated on.
 
     Attributes:
         num_graphs: Number of graphs that the list requires.
         waste_pct: Padding as a percentage of the real tokens.
-        matched_by: Smallest k such that no plan of the curve with k or more graphs has more padding
-            than the list; None if the largest plan has more.
+        matched_by: Smallest k such that no plan in ``Plan.curve`` with k or more graphs has more
+            padding than the list. None if the plan with the most graphs has more padding than the
+            list.
     """
 
     num_graphs: int
@@ -85,7 +86,8 @@ class Plan:
         rivals: Results of well-known lists on the judged steps, by name.
         fit_on: Steps used for planning, ``all`` or ``first-half``.
         judged_on: Description of the judged steps.
-        hedge: Mixture of histograms that was planned for, and the reason for its choice.
+        hedge: Mixture of histograms for which the sizes were optimized, and why this mixture was
+            chosen.
         future: Hedged plan for traffic similar to the trace. None unless the plan was made with
             ``fit_on="all"`` and ``hedge="auto"``.
         num_steps: Number of judged steps of any size.

@@ -70,7 +70,8 @@ class Scenario:
     Attributes:
         policy: Name of an installed policy, or a policy object.
         policy_options: Options of the policy, if it is given by name.
-        sizes: Capture sizes; by default, vLLM's default list for the limits of the trace.
+        sizes: Capture sizes; by default, vLLM's default list for the token and request limits that
+            ``trace_config`` derives from the trace.
         mode: Name of a ``CUDAGraphMode``, which selects the runtime modes of decode and mixed
             batches.
         max_graphs: Maximum number of live graphs per lane. With this or ``max_bytes``, graphs are

@@ -44,7 +44,7 @@ class Simulation:
         misses: Number of eager steps for each reason.
         real_tokens: Number of real tokens of the steps that replayed a graph.
         padding_tokens: Number of padding tokens of the steps that replayed a graph.
-        num_graphs: Number of keys that the policy declared, on all lanes.
+        num_graphs: Number of keys that the policy declared, summed over lanes.
         captures: Number of captures, including repeated captures after an eviction.
         evictions: Number of graphs evicted to make room.
         probes: Number of steps with a one-shot decision of a learning policy.

@@ -57,7 +57,7 @@ class Difference:
 
 @attrs.frozen(kw_only=True)
 class SwapForecast:
-    """Time of recorded steps before and after a swap.
+    """Time of recorded steps without and with a swap.
 
     Attributes:
         active: Name of the current policy.
@@ -65,10 +65,10 @@ class SwapForecast:
         num_steps: Number of compared steps.
         same_steps: Number of steps that would replay the same graph, or still run eager.
         refused_steps: Number of steps for which the runner would raise before or after the swap,
-            because they are above a given ``max_num_tokens``. They are excluded from all other
-            fields.
-        active_us: Time of the steps before the swap, according to the cost model.
-        candidate_us: Time of the steps after the swap, according to the cost model.
+            because they are above an explicitly set ``max_num_tokens``. They are excluded from all
+            other fields.
+        active_us: Time of the compared steps without the swap, according to the cost model.
+        candidate_us: Time of the compared steps with the swap, according to the cost model.
         differences: Groups of steps that would run differently, largest groups first.
         cost_model: Name of the cost model.
         notes: Caveats about the numbers.
@@ -92,7 +92,7 @@ class SwapForecast:
 
     @property
     def ratio(self) -> float:
-        """Time after the swap divided by the current time; below 1 if the swap saves time."""
+        """Time with the swap divided by the time without it; below 1 if the swap saves time."""
         return self.candidate_us / self.active_us if self.active_us else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def forecast_swap(
         ConfigError: The swap changes nothing, or a setting is invalid.
         UnknownNameError: The policy or cost model is unknown.
         PolicyError: The policy rejects the configuration.
-        TraceError: No step with tokens is within a given ``max_num_tokens`` both before and after
-            the swap, or the trace has no column for an axis.
+        TraceError: No step has tokens, every step with tokens exceeds an explicitly set
+            ``max_num_tokens`` before or after the swap, or the trace has no column for an axis.
     """
     if not hasattr(runner, "swapper"):
         raise ConfigError("runner", runner, "a GraphRunner")
@@ -166,7 +166,7 @@ def forecast_swap(
 
 
 def _token_limit(*configs: DispatchConfig) -> int | None:
-    """Return the largest batch for which no configuration raises, or None if there is no limit."""
+    """Return the largest number of tokens that every configuration allows; None without a limit."""
     limits = [config.max_num_tokens for config in configs if config.has_token_limit]
     return min(limits, default=None)
 
@@ -176,7 +176,8 @@ def _covering(config: DispatchConfig, num_tokens: int) -> DispatchConfig:
     if num_tokens <= config.max_num_tokens:
         return config
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # larger batches run eager, as before
+        # No warning is needed: batches above the largest capture size already run eager.
+        warnings.simplefilter("ignore", CaptureSizeWarning)
         return attrs.evolve(
             config,
             sizes=config.sizes,

@@ -135,5 +135,5 @@ def weigh_token_budget(
     if after < before:
         return verdict(True, saved, f"A graph of this size saves {saved:.2f}% of the time.")
     return verdict(
-        False, saved, f"A plan that moves one graph to this size takes {abs(saved):.2f}% more time."
+        False, saved, f"Moving one graph to this size would increase the time by {abs(saved):.2f}%."
     )

@@ -160,5 +160,5 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
         )
     work = work.chosen((work.num_tokens > 0) & (work.counts > 0))
     if not len(work.num_tokens):
-        raise TraceError(work.source, None, "the trace has no step with tokens. Use another trace.")
+        raise TraceError(work.source, None, "no step has tokens. Use another trace or histogram.")
     return work

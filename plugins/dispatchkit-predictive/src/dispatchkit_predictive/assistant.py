@@ -1,4 +1,4 @@
-"""Capture, upload and evict the graphs of a runner as ``CapturePlanner`` chooses."""
+"""Capture, upload and evict the graphs of a runner in idle time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class PredictiveStats:
         is_on: Whether prefetching is active. Prefetching means capturing a graph before a step has
             missed it. Prefetching pauses if steps use too few of the prefetched graphs.
         hit_rate: Share of predictions of the next key that were correct.
-        num_predicted: Number of key changes for which there was a prediction.
+        num_predicted: Number of key changes, from one step to the next, for which there was a
+            prediction.
         num_ahead: Number of prefetched graphs.
         num_used: Number of prefetched graphs that a step used before they were evicted.
         num_wanted: Number of graphs captured in idle time after a step had missed them.
-        num_uploads: Number of graphs uploaded to the device before a step replayed them.
+        num_uploads: Number of uploads of graphs to the device in idle time.
     """
 
     is_on: bool
@@ -51,12 +52,13 @@ class Predictive:
     records keys. For a step with the same key as the previous step, this costs one comparison.
 
     Args:
-        order: Length of the longest context used for predictions, in keys.
-        decay: Factor by which each new count multiplies earlier counts, above 0 and at most 1.
-        margin: Factor, at least 1, by which the score of a key must exceed that of the key
-            evicted for it.
-        least_used: Minimum share of the last 100 prefetched graphs that steps must have used, from
-            0 to 1. If the share is lower, prefetching pauses.
+        order: Maximum number of preceding keys from which the next key is predicted.
+        decay: Factor, above 0 and at most 1, by which earlier counts of key sequences are
+            multiplied at each new count.
+        margin: Factor, at least 1, by which the score of a prefetched key must exceed the score of
+            the key evicted for it.
+        least_used: Minimum share (0 to 1) of the last 100 prefetched graphs that steps must have
+            used. If the share is lower, prefetching pauses.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -159,7 +161,7 @@ class Predictive:
         return done
 
     def score(self, step: Any) -> float:
-        """Return the score of a captured step's key; higher means more likely to be needed.
+        """Return the score of a captured key; higher means more likely to be needed.
 
         With ``runner.controls.set_eviction(predictive.score)``, the runner evicts the least likely
         graph first when a capture needs room. Only the order of scores is meaningful.

@@ -11,23 +11,23 @@ from dispatchkit.keys import check_count, check_instance
 
 from dispatchkit_predictive.predictor import KeyPredictor, is_number
 
-# Number of recent prefetches that are evaluated, and number of key changes that a pause lasts.
+# The last _LOOK_BACK prefetches are evaluated; a pause of prefetching lasts _REST changes of key.
 _LOOK_BACK, _REST = 100, 100
 
 
 class CapturePlanner:
     """A planner that chooses which graph to capture next and which to evict for it.
 
-    It also prefetches graphs: it captures them before a step has missed them. Prefetching pauses if
-    few prefetched graphs are used. This class needs no device.
+    It also chooses graphs to prefetch, that is, to capture before a step has missed them.
+    Prefetching pauses if few prefetched graphs are used. This class needs no device.
 
     Args:
         predictor: Predictor of the next keys.
         max_graphs: Maximum number of live graphs; None for no limit.
-        margin: Factor, at least 1, by which the score of a key must exceed that of the key
-            evicted for it.
-        least_used: Minimum share of the last 100 prefetched graphs that steps must have used, from
-            0 to 1. If the share is lower, prefetching pauses; keys that a step has missed are still
+        margin: Factor, at least 1, by which the score of a prefetched key must exceed the score of
+            the key evicted for it.
+        least_used: Minimum share (0 to 1) of the last 100 prefetched graphs that steps must have
+            used. If the share is lower, prefetching pauses; keys that a step has missed are still
             captured.
 
     Attributes:

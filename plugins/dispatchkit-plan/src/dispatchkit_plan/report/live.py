@@ -105,7 +105,8 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
 
     Args:
         data: Result of ``LiveStatistics.to_json``.
-        source: Name of the file, shown in the report and in error messages.
+        source: Origin of the statistics, such as the name of a file; shown in the report and in
+            error messages.
 
     Raises:
         ConfigError: The data are not statistics in the format of this version.

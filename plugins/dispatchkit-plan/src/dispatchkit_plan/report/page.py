@@ -44,7 +44,7 @@ class Table:
     Attributes:
         columns: Headers of the columns.
         rows: Cells of each row.
-        right: Indices of the columns that are aligned to the right.
+        right: Indices of right-aligned columns.
         total: Number of rows before truncation; None if no rows are omitted.
     """
 
@@ -126,7 +126,7 @@ def render(report: Report, *, version: str) -> str:
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            # The browser must not load or run anything else, regardless of the data.
+            # Whatever the data contain, the browser must load no other files and run no scripts.
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             f"<title>{text(report.title)}</title>",
             f"<style>{PAGE}</style>",

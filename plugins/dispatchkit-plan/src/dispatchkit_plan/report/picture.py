@@ -18,7 +18,7 @@ _CHAR = 6.8  # mean width of a character in the legend
 
 
 def figure_of(report: Report, name: str) -> Figure:
-    """Return the figure of a report with the given name.
+    """Return the named figure of a report.
 
     Raises:
         UnknownNameError: The report does not have the figure, or lacks the data for it.

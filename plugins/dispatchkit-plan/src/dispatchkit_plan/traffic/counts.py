@@ -67,7 +67,8 @@ class SizeHistogram:
     def from_trace(cls, trace: StepTrace) -> SizeHistogram:
         """Return the number of steps of each kind in a trace.
 
-        A missing column leaves ``uniform`` at None and ``num_active_loras`` at 0.
+        Without a column for uniform decode, ``uniform`` is None. Without a column for adapters,
+        ``num_active_loras`` is 0.
         """
         size = len(trace)
         tokens = trace.column("num_tokens")
@@ -137,13 +138,13 @@ class SizeHistogram:
 
 @attrs.frozen
 class CudagraphStatRow:
-    """One line of vLLM's table: steps with the same padding and mode.
+    """One line of vLLM's table: steps with the same number of tokens, padded size and mode.
 
     Attributes:
         unpadded: Number of tokens before padding.
         padded: Number of tokens after padding.
         mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
-        count: Number of steps with this padding and mode.
+        count: Number of these steps.
     """
 
     unpadded: int
@@ -157,7 +158,7 @@ class CudagraphStats:
     """CUDA graph statistics printed by vLLM, from all tables of a log.
 
     Attributes:
-        rows: Lines of the tables, in order; equal lines of several tables are not merged.
+        rows: Lines of the tables, in order; equal lines in different tables are not merged.
         config_mode: Configured mode (``FULL_AND_PIECEWISE``, ...); empty if not printed.
         sizes: Configured capture sizes; empty if not printed.
         source: Name of the source in messages.
@@ -228,7 +229,7 @@ def read_cudagraph_stats(
 
 
 def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
-    """Return the statistics in a text, or None if it has no table.
+    """Parse CUDA graph statistics; return None if there is no table.
 
     Raises:
         TraceError: A table is damaged, or all tables are empty.
@@ -241,7 +242,7 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
             if match := re.search(r"- Mode: (?:\w+\.)?(\w+)\s*$", text):
                 config_mode = match[1]
             elif match := re.search(r"- Capture sizes: \[([\d, ]*)\]", text):
-                # The field may contain anything; ignore digit strings that are too long for a size.
+                # Ignore digit strings that are too long for a size.
                 sizes = tuple(map(int, re.findall(r"\b[0-9]{1,10}\b", match[1])))
             cells = _table_cells(text)
             if cells is None:
@@ -352,7 +353,7 @@ def read_histogram(
 
 
 def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
-    """Return the histogram in a text, as ``read_histogram`` does."""
+    """Parse a histogram, in the format that ``read_histogram`` describes."""
     counts: Counter[StepKind] = Counter()
     header: tuple[str, ...] | None = None
     for line, text in _numbered(blocks):
@@ -366,7 +367,7 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
                 name,
                 line,
                 f"the line has {counted(len(cells), 'column')}, but the header has "
-                f"{len(header)}.{cut}",
+                f"{len(header)}.{cut} Correct or remove the line.",
             )
         row = {
             column: _whole(name, line, column, cell)
@@ -412,7 +413,7 @@ def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]
                 f"{', '.join(_HISTOGRAM_COLUMNS)}.",
             )
         if cells.count(column) > 1:
-            raise TraceError(name, line, f"duplicate column {column!r}. Remove one of them.")
+            raise TraceError(name, line, f"column {column!r} is repeated. Keep only one.")
     if "count" not in cells or sum(column in cells for column in _SIZE_NAMES) != 1:
         raise TraceError(
             name,

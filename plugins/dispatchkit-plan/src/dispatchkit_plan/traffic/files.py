@@ -81,7 +81,7 @@ def read_steps(
     ``has_order`` of the trace is False.
 
     Raises:
-        TraceError: As for ``read_workload``, or the file counts more than 5 million steps.
+        TraceError: As for ``read_workload``, or the file counts no steps or more than 5 million.
     """
     found = read_workload(path, name=name, max_bytes=max_bytes)
     return found if isinstance(found, StepTrace) else found.steps()

@@ -1,7 +1,7 @@
 """Read steps that vLLM logs with ``--enable-logging-iteration-details``.
 
-Unlike CUDA graph statistics, these lines record the order of steps and the number of requests of
-each step. If a log contains both, these lines are therefore preferred.
+Unlike CUDA graph statistics, these steps have an order and a number of requests. If a log contains
+both, the steps are therefore preferred.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class IterationLog:
 
     It passes every block of lines on to the next reader. A step is uniform decode if it has no
     prompts and one token per request. Dummy iterations and iterations without tokens are skipped.
-    Times exclude the time between steps.
+    The start times ``t_s`` exclude the time between steps.
     """
 
     def __init__(self) -> None:
