@@ -1,12 +1,13 @@
 """Predict the next graph key from several forecasts, weighted by their past accuracy.
 
-Consecutive steps with the same key count as one event, because they need only one capture. There
-are four forecasts:
+Consecutive steps with the same key count as one event, because they need only one capture. Keys
+that differ only in size are of the same *kind*. There are four forecasts, each based on one
+statistic:
 
 - how often each key occurred recently;
-- how many buckets a key was away from the previous key of the same kind (a *move*). Moves are
-  counted separately for each kind of the latest key. Batches tend to grow and shrink by one
-  bucket, so a key that never occurred is expected near keys that did;
+- how many buckets each key was away from the previous key of its kind (a *move*). The moves
+  right after keys of one kind are counted as one group. Batches tend to grow and shrink by one
+  bucket, so this forecast includes keys that never occurred, if they are near recent keys;
 - which keys followed earlier occurrences of the latest keys (the *context*, of up to ``order``
   keys). The more counts a longer context has, the less weight the shorter ones keep;
 - how often each kind of key occurred, with equal shares for all keys of a kind.
@@ -14,8 +15,10 @@ are four forecasts:
 Each forecast is a probability distribution over the keys. At each change of key, the weight of each
 forecast is multiplied by the probability that the forecast assigned to the new key (a Bayesian
 mixture). Part of the total weight is then redistributed evenly, so that a forecast recovers quickly
-after a long series of misses. Each new count reduces the earlier counts after the same context or,
-for moves, after a key of the same kind, so old traffic is forgotten.
+after a long series of misses.
+
+Old traffic is forgotten: each new count after a context reduces the earlier counts after that
+context, and each new move reduces the earlier moves of its group.
 """
 
 from __future__ import annotations
@@ -286,7 +289,7 @@ def _mixed(found: list[float], base: list[float]) -> list[float]:
 
 
 def _without(forecast: list[float], last: int) -> list[float]:
-    """Return a forecast for a change of key: any key except the last is possible."""
+    """Return a forecast without the last key, because the next key differs from it."""
     found = [max(one, 1e-9) for one in forecast]
     found[last] = 1e-9
     return _normal(found)

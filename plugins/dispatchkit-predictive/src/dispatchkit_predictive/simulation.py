@@ -25,14 +25,14 @@ class PredictionSimulation:
         num_steps: Number of steps that a graph could serve.
         max_graphs: Maximum number of live graphs, the same for ``most_wanted``, ``latest`` and
             ``predicted``.
-        most_wanted: Number of steps that miss a graph if the key that most steps have missed is
-            captured in each idle moment, as ``runner.controls.capture_next()`` does.
-        latest: Number of steps that miss a graph if the key missed last is captured in each idle
-            moment.
-        predicted: Number of steps that miss a graph with prediction.
-        captures: Number of captures with prediction.
+        most_wanted: Number of steps that miss a graph if each idle moment captures the key that was
+            missed most often, as ``runner.controls.capture_next()`` does.
+        latest: Number of steps that miss a graph if each idle moment captures the key that was
+            missed last.
+        predicted: Number of steps that miss a graph if a ``CapturePlanner`` chooses the captures.
+        captures: Number of captures that the ``CapturePlanner`` chose.
         hit_rate: Share of predictions of the next key that were correct.
-        used: Share of the prefetched graphs that a step used.
+        used: Share of the prefetched graphs (captured before a step missed them) that steps used.
     """
 
     num_steps: int
@@ -179,14 +179,15 @@ def fewest_eager_steps(
     """Return the number of steps that miss a graph if the future is known.
 
     The simulation captures the key that is needed soonest and evicts the key whose next use is the
-    furthest away (Belady's rule). With ``idle_every=1``, no rule has fewer misses.
+    furthest away (Belady's rule). With ``ahead`` and ``idle_every=1``, no rule has fewer misses.
 
     Args:
         keys: Key of each step; None for a step that always runs eager.
         max_graphs: Maximum number of live graphs.
         idle_every: Number of steps from one idle moment to the next. Each idle moment suffices for
             one capture.
-        ahead: Whether keys may be captured before a step has missed them.
+        ahead: Whether keys may be captured before a step has missed them. If not, an evicted key
+            is captured again only after another miss.
 
     Raises:
         ConfigError: A setting is invalid.

@@ -1,4 +1,4 @@
-"""Metrics of runners' counters, which are read at each scrape by Prometheus."""
+"""Export runners' counters, read at each Prometheus scrape."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def watch(
         registry: Registry to report to; by default, the global registry of prometheus-client.
 
     Returns:
-        The collector of the registry, which is shared by all its runners.
+        The collector of the registry; all runners watched in this registry share it.
 
     Raises:
         ConfigError: An argument has the wrong type, or another runner is watched under this name.

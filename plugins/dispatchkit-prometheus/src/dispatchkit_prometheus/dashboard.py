@@ -8,5 +8,5 @@ __all__ = ["dashboard"]
 
 
 def dashboard() -> str:
-    """Return the dashboard as JSON text, for import into Grafana or provisioning."""
+    """Return the dashboard as JSON text, to be imported or provisioned in Grafana."""
     return (files("dispatchkit_prometheus") / "grafana.json").read_text(encoding="utf-8")

@@ -29,7 +29,11 @@ class EngineCounts(Protocol):
     runner: str
 
     def read(self) -> Iterable[Any]:
-        """Return records with a mode, a reason, steps, real tokens and padded tokens."""
+        """Return one record for each mode and reason.
+
+        Its fields are ``mode``, ``reason``, ``steps``, ``real_tokens`` and ``padded_tokens``, which
+        includes the real tokens.
+        """
         ...
 
 
@@ -140,7 +144,7 @@ class EngineExport:
                     target=self._run, args=(period_s,), name="dispatchkit-metrics", daemon=True
                 ).start()
         except (OSError, OverflowError, ValueError) as error:
-            # ValueError means that the text is empty or has too many digits.
+            # ValueError means, for example, that ``where`` is empty or has too many digits.
             raise ConfigError(
                 "metrics",
                 where,
@@ -176,7 +180,9 @@ _lock = threading.Lock()
 def export_engine(
     counts: EngineCounts, where: str, *, rank: int = 0, world_size: int = 1
 ) -> EngineExport:
-    """Export an engine's counters. Engines of one process share a port or a file.
+    """Export an engine's counters.
+
+    Engines of one process with the same ``where`` share the port or file.
 
     Args:
         counts: Counters to export, read whenever metrics are requested or written.

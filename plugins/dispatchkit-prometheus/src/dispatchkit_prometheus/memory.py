@@ -1,4 +1,4 @@
-"""Metrics of GraphMemory accounts, which are read at each scrape by Prometheus."""
+"""Export the accounts of GraphMemory objects, read at each Prometheus scrape."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def watch_memory(
         registry: Registry to report to; by default, the global registry of prometheus-client.
 
     Returns:
-        The collector of the registry, which is shared by all its memories.
+        The collector of the registry; all memories watched in this registry share it.
 
     Raises:
         ConfigError: An argument has the wrong type, or another memory is watched under this name.

@@ -24,7 +24,8 @@ _BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 class PrometheusObserver:
     """An observer that exports captures, failures, evictions, policy faults and swaps.
 
-    It receives the events of all runners that use the same plugins::
+    The observer receives the events of all runners whose policy comes from the plugins that created
+    the observer::
 
         plugins = load_plugins()
         plugins.create_observer("prometheus")
@@ -41,7 +42,7 @@ class PrometheusObserver:
         try:
             self._captures = Histogram(
                 "dispatchkit_capture_seconds",
-                "Time of captures on the host in seconds, including warmup.",
+                "Host time of captures in seconds, including warmup.",
                 ["mode"],
                 buckets=_BUCKETS,
                 registry=registry,

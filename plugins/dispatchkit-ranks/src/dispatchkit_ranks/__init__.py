@@ -1,8 +1,8 @@
 """Make all ranks use the same mode and padded size in every step.
 
 ``RankAgreement`` exchanges values between the ranks of a torch.distributed process group.
-``RankedDispatcher`` wraps a ``Dispatcher``, and ``RankedRunner`` wraps a ``GraphRunner``; both use
-this exchange in every step.
+``RankedDispatcher`` wraps a ``Dispatcher``, and ``RankedRunner`` wraps a ``GraphRunner``. Both use
+a ``RankAgreement`` to decide each step.
 Importing this package does not import torch; the first access to ``RankAgreement``,
 ``AgreementStats`` or ``RankedRunner`` does.
 """

@@ -1,9 +1,9 @@
-"""Exchanges of small rows of integers over a process group, each with a time limit.
+"""Exchange small rows of integers over a process group, within a time limit.
 
 A failed collective leaves connections in an undefined state, so the first failure ends the
-agreement. The rank leaves a note in the torch.distributed store and closes its process group, which
-wakes the other ranks. It then reads the notes of all ranks to find the rank that caused the
-failure.
+agreement. A rank whose collective failed leaves a note in the torch.distributed store and closes
+its process group, which wakes ranks that still wait in a collective. It then reads the notes of all
+ranks to find the rank that caused the failure.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class AgreementStats:
 class RankAgreement:
     """The ranks of a process group and their exchanges.
 
-    All ranks must create an agreement at the same point of the program; their versions are compared
-    there. An agreement creates a separate process group with the same members, so that its
-    collectives do not queue behind other collectives. The group is closed when the agreement ends.
+    All ranks must create an agreement at the same point of the program. They then compare their
+    versions of Python, torch and dispatchkit. An agreement creates a separate process group with
+    the same members, so that its collectives do not queue behind other collectives. The group is
+    closed when the agreement ends.
 
     Args:
         group: A torch.distributed process group; by default the group of all ranks.
@@ -464,7 +465,8 @@ def _seconds(value: Any, setting: str) -> float:
 def _device(value: Any) -> torch.device:
     """Validate and return the device of the exchange.
 
-    The device is validated here because a failed collective would be attributed to another rank.
+    Without this check, the first collective on an invalid device would fail, with an error that
+    blames another rank.
     """
     allowed = "'cpu' or a CUDA device"
     try:

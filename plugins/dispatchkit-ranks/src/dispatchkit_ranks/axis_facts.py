@@ -13,7 +13,7 @@ from dispatchkit.keys import DispatchConfig
 
 from dispatchkit_ranks.facts import ALL_ON, AgreedBatch, Facts
 
-# Largest value that a row can represent; larger values are outside all buckets.
+# Limit on the axis values in a row. Larger values exceed all buckets, and are sent as this value.
 _MAX_VALUE = 1 << 62
 
 

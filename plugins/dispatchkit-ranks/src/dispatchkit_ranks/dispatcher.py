@@ -37,8 +37,8 @@ class RankedDispatcher:
     decisions: configuration, policy, dialect, sizes, versions.
 
     Args:
-        dispatcher: The dispatcher of this rank. It must not be lazy, because a graph captured
-            during a step may fail on one rank only. Its graphs may already be captured;
+        dispatcher: The dispatcher of this rank. It must not be lazy, because a capture during
+            a step may fail on one rank only. Its graphs may already be captured;
             otherwise, ``capture`` captures them.
         ranks: The ranks that decide together, such as a ``RankAgreement``.
         same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
@@ -48,8 +48,8 @@ class RankedDispatcher:
             distributes the leader's table. 0 disables exchanges. The default is ``epoch_steps``
             with a LeaderPolicy, and 0 with other policies.
         epoch_steps: With a LeaderPolicy, the minimum number of steps from one epoch to the next.
-        switches: Names of on/off choices that change the collectives in a step, in addition to the
-            mode and the size. ``agree`` takes and returns these choices as bits in this order.
+        switches: Names of on/off choices that change the collectives in a step, as the mode and the
+            size do. ``agree`` takes and returns these choices as bits in this order.
         facts: Additional values that must be equal on all ranks, by name.
 
     Attributes:
@@ -117,7 +117,7 @@ class RankedDispatcher:
             has_axes = bool(dispatcher.config.axes)
             self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, self._switches)
         except ConfigError as error:
-            ranks.fail(error)  # the other ranks would wait for this rank
+            ranks.fail(error)  # otherwise, the other ranks would wait for this rank
             raise
         # Number of steps per exchange; 0 without exchanges.
         self._every = check_every if self._same_batches else 1
@@ -148,7 +148,7 @@ class RankedDispatcher:
 
     @property
     def withheld(self) -> dict[GraphKey, dict[int, str]]:
-        """Keys that other ranks cannot run, with the reason by rank index."""
+        """Keys that this rank can run but another rank cannot, with the reason by rank index."""
         return dict(self._keys.withheld)
 
     def agree(
@@ -171,8 +171,8 @@ class RankedDispatcher:
             num_tokens: Number of unpadded tokens of this rank.
             num_reqs: Number of requests; 0 if unknown.
             uniform: Query class, see ``Dispatcher.dispatch``.
-            loras: Number of active adapters; with axes, ``DispatchConfig.variant`` of the adapters
-                and this rank's value of each axis.
+            loras: Number of active adapters; with axes, the result of ``DispatchConfig.variant``
+                for this number and this rank's value of each axis.
             ceiling: The modes that this rank's batch allows, see ``Dispatcher.dispatch``.
             switches: Bits of the switches that are on for this rank; by default, all are on.
 
@@ -235,7 +235,7 @@ class RankedDispatcher:
         Args:
             capture: Function that captures a key and records the graph in the registry. It is also
                 called for keys that this rank has captured, but another rank has not. If it raises
-                an error, the key fails.
+                an error, the capture of the key is recorded as failed.
             keys: The keys to capture, the same on all ranks; by default all declared keys.
 
         Returns:
@@ -258,7 +258,7 @@ class RankedDispatcher:
                 continue
             try:
                 capture(key)
-            except Exception as error:  # noqa: BLE001 - the registry records any error of a step
+            except Exception as error:  # noqa: BLE001 - the registry records any error of a capture
                 registry.failed(key, f"{type(error).__name__}: {error}")
         self.ranks.exchange((), Phase.CAPTURE, label="the end of the captures", mark=len(order))
         lost = self.sync_keys()

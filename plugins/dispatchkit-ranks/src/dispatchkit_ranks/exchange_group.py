@@ -71,7 +71,7 @@ class ExchangeGroup:
         return found
 
     def close(self) -> None:
-        """Close the group's connections, which wakes ranks that wait in it."""
+        """Close the group's connections, which wakes ranks waiting in a collective."""
         group, self._group = self._group, None
         if group is None:
             return

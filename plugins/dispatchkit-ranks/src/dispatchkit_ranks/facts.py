@@ -37,10 +37,10 @@ class AgreedBatch(NamedTuple):
         num_reqs: Largest known number of requests of any rank; 0 if no rank knows its number.
         uniform: The query class of all batches. Batches of different classes get the class with
             variable query lengths if it includes all of them, and 0 (mixed) otherwise.
-        loras: Largest number of active adapters of any rank; with axes, ``DispatchConfig.variant``
-            of this number and ``axes``.
-        ceiling: Code of the runtime modes that every rank allows, limited to the lowest mode
-            that any rank would choose for its own batch.
+        loras: Largest number of active adapters of any rank; with axes, the result of
+            ``DispatchConfig.variant`` for this number and ``axes``.
+        ceiling: Code of the runtime modes that every rank allows, without modes above the lowest
+            mode that any rank would choose for its own batch.
         switches: The switches that are on for every rank, as bits in their declared order.
         axes: For each axis, the largest value of any rank, which all ranks pad to. None for an
             exact axis whose values differ between ranks; no graph can then serve the step.
@@ -166,7 +166,7 @@ class Facts:
 def _too_many(
     config: DispatchConfig, switches: tuple[str, ...], left: int, more: int
 ) -> ConfigError:
-    """Return the error for a row that is too long; it names the setting to shorten.
+    """Return an error that names the setting to shorten.
 
     Args:
         config: The configuration whose rows are too long.
@@ -191,7 +191,8 @@ def _too_many(
     return ConfigError(
         "switches",
         switches,
-        f"a list of at most {counted(left - more, 'item')} with these query lengths and axes",
+        f"a list of at most {counted(left - more, 'item')} for use with ranks",
+        "Each configured query length or axis lowers this limit by 1, an exact axis by 2.",
     )
 
 
