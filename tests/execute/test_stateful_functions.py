@@ -581,6 +581,18 @@ def generator_state_put_back() -> Any:
 
 
 @form
+def own_generator_put_back() -> Any:
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+
+    def step(x: Any) -> Any:
+        generator.set_state(state)
+        return x + torch.rand(2, generator=generator)
+
+    return step
+
+
+@form
 def generator_of_each_call() -> Any:
     return lambda x: x + torch.rand(2, generator=torch.Generator().manual_seed(3))
 

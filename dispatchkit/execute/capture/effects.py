@@ -43,7 +43,10 @@ MAX_REPLACED: Final = 8
 _MAX_NAMED: Final = 3
 #: Functions that set the state of random generators.
 _SEEDING: Final = frozenset(
-    {"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all", "fork_rng", "set_seed"}
+    {
+        *("manual_seed", "manual_seed_all", "set_seed", "fork_rng"),
+        *("set_rng_state", "set_rng_state_all", "set_state", "graphsafe_set_state"),
+    }
 )
 _CACHE: Final = "cache"
 _OTHER_THREAD: Final = "other thread"
