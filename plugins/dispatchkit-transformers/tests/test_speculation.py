@@ -577,7 +577,7 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
             DraftModel(decoder, decoder_of(model, **{"sizes": None, **settings}))
     large = decoder_of(llama(vocab_size=700))
     with pytest.raises(
-        ConfigError, match=r"small.vocabulary must be at least 189, got 188. .* is 700"
+        ConfigError, match=r"small.vocabulary must be at least 189, got 188. .* has 700 tokens"
     ):
         DraftModel(large, decoder_of(llama(vocab_size=188)))
     with pytest.raises(ConfigError, match="a GraphDecoder other than the decoder that verifies"):

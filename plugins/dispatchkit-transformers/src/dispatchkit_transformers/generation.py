@@ -67,7 +67,7 @@ _UNSUPPORTED = {
     "prefill_chunk_size": "For chunked prompts, create GraphDecoder(..., prompt_sizes=...).",
     "stop_strings": "Pass stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] instead.",
     "streamer": "To stream tokens, call admit() and step() of the decoder.",
-    "synced_gpus": "Call the model's own generate().",
+    "synced_gpus": "Omit it, or call the model's own generate().",
     "token_healing": "Pass model.heal_tokens(input_ids, tokenizer) as input_ids.",
 }
 #: Unsupported values of ``cache_implementation`` start with one of these prefixes.
@@ -145,7 +145,7 @@ class RowDecoder(Protocol):
 
 
 class LogitsDecoder(RowDecoder, Protocol):
-    """A decoder that can also return logits, which sampling and logits processors require."""
+    """A decoder that can also return a step's logits, for sampling and logits processors."""
 
     def logits(self) -> torch.Tensor:
         """Return the logits of each row's next token (rows, V)."""
@@ -440,7 +440,7 @@ class _Loop:
         self.index = torch.tensor(self.live, dtype=torch.int64, device=self.ids.device)
 
     def _widen(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of live rows and the last values of finished rows, in output order."""
+        """Arrange the values of live rows in output order; dropped rows get an old value or 0."""
         if self.index is None:
             return values
         if self.full is None or self.full.dtype is not values.dtype:

@@ -42,7 +42,7 @@ NO_PROMPT_SIZES = "no_prompt_sizes"
 #: returns their logits (B, V).
 Run = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
 
-# Chunks up to about this number of tokens take equally long, because all of them read all weights.
+# Chunks of up to about this many tokens take equally long, because each chunk reads all weights.
 # Measured in docs/measurements/decoding.md, "Prompts through graphs".
 _SAME_TIME = 512
 
@@ -72,8 +72,8 @@ def plan_chunks(
 ) -> list[tuple[int, ...]]:
     """Return the chunk sizes to use for each prompt length from 0 to ``most``.
 
-    The sizes minimize the estimated time, and then the number of chunks. The first chunk is padded.
-    An entry is empty if no chunks fit.
+    The sizes minimize the estimated time and, if times are equal, the number of chunks. The first
+    chunk is padded. An entry is empty if no chunks fit.
 
     Args:
         sizes: Allowed chunk sizes.
@@ -102,7 +102,7 @@ def prompt_step(
     """Return a function that runs one chunk.
 
     The function takes tokens and positions (B, T), the slot of each prompt (B,), and the cache
-    length to read. The position of padding is ``memory.sink``. The function returns the logits
+    length to read. Padding tokens have position ``memory.sink``. The function returns the logits
     after the last token (B, V), float32.
 
     Args:
@@ -168,7 +168,7 @@ def split_into_chunks(
         input_ids: Prompts (B, T), padded on the left.
         lengths: Number of tokens of each prompt.
         chunks: Chunk sizes; their sum must be at least the length of the longest prompt.
-        sink: The position of padding.
+        sink: Position assigned to padding tokens.
     """
     width, total = max(lengths), sum(chunks)
     tokens = pad(input_ids[:, -width:], (total - width, 0))
@@ -258,7 +258,7 @@ class PromptRunner:
         memory: The cache that prompts are written to.
         lengths: Cache lengths that graphs read, ascending.
         sizes: Chunk sizes in tokens, ascending. The largest size also limits the total number of
-            tokens in a chunk of several prompts.
+            tokens of prompts that run together.
         settings: Settings of the ``GraphRunner``.
         whole: Whether a prompt must be a single chunk, because layers ignore the state of an
             earlier chunk.
@@ -297,7 +297,7 @@ class PromptRunner:
         return (self.runner,)
 
     def choose(self, rows: int, width: int) -> tuple[str, Run | None]:
-        """Return ``graphs`` and the function to run, or the reason for running eager and None."""
+        """Return (``graphs``, function to run) or (reason for running eager, None)."""
         if self._chunks(rows, width, whole=self._whole):
             return GRAPHS, self.run
         if self._chunks(rows, width, whole=False):
@@ -388,7 +388,7 @@ def prompt_runner(
     if not sizes:
         return EagerPrompts(NO_PROMPT_SIZES)
     if probe.cross:
-        # The prompt also computes the keys and values of the source, which chunks cannot do.
+        # A prompt also computes keys and values of the encoder output, which chunks cannot do.
         return EagerPrompts("encoder_decoder")
     if _passes_windows(probe, memory.length) and not _masks_windows(probe.model):
         return EagerPrompts("windows_not_masked")

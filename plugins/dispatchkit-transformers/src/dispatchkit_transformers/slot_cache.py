@@ -48,14 +48,15 @@ class SlotCache:
         length: Number of positions per sequence.
         cross: Layers of the cross-attention cache of transformers, if the model has one.
         source_length: Maximum number of positions of a source (an encoder output).
-        spare: Number of additional positions in layers with windows. These positions store drafts,
-            because a rejected draft must not overwrite positions that the next token attends to.
+        spare: Number of additional positions in layers with windows. They make room for drafts: a
+            rejected draft must not overwrite a position that the next token attends to.
 
     Attributes:
         slots: The sequences and their memory. Tensors of equal shape share a bank (tensors, slots,
-            ...); keys and values are (tensors, slots, heads, capacity + 1, head size).
+            ...). Banks of keys and values have shape (tensors, slots, heads, capacity + 1, head
+            size).
         source_mask: True where the source of a slot has a position (slots, source length).
-        sink: The position of rows without a sequence, which is never read.
+        sink: Position assigned to rows without a sequence; it is never read.
     """
 
     num_slots: int
@@ -163,10 +164,10 @@ class SlotCache:
 
     @property
     def max_discarded(self) -> int | None:
-        """Maximum number of last positions that a sequence can discard; None for no limit."""
+        """Maximum number of positions that a sequence can discard at its end; None for no limit."""
         if self.states:
             return 0
-        # Add 1, because the next token overwrites its own position anyway.
+        # Add 1, because a window includes the position of the next token itself.
         return None if self._capacities == [self.length] else self._spare + 1
 
     @contextmanager
@@ -186,7 +187,7 @@ class SlotCache:
             raise
 
     def leave(self, rows: Iterable[int], lengths: Sequence[int]) -> list[SlotMove]:
-        """Remove sequences, and move the last sequences to the freed slots on the device.
+        """Remove sequences, and move the last sequences to the freed slots.
 
         Args:
             rows: Slots of the sequences to remove.

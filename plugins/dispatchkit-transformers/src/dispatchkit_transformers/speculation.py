@@ -51,8 +51,8 @@ class Drafter(Protocol):
     ) -> torch.Tensor:
         """Return drafts (rows, ``num_draft_tokens``) on the device; negative for no draft.
 
-        Of the drafts that the previous call returned, those for positions before the current one
-        were accepted. These tokens are not passed again.
+        Of the drafts that the previous call returned, those at positions before ``positions`` were
+        accepted. Accepted drafts are not passed again.
 
         Args:
             tokens: The current token of each row (rows,), on the device.
@@ -191,8 +191,8 @@ class PromptLookup:
         decoder: The decoder whose rows get drafts.
         num_draft_tokens: Number of drafts per row; by default, ``decoder.num_draft_tokens``.
         max_ngram: Maximum number of last tokens to compare with earlier tokens. The longest match
-            is used, and the latest of equally long matches. If fewer tokens than drafts follow
-            the match, these tokens are repeated.
+            is used, and the latest of equally long matches. If fewer than ``num_draft_tokens``
+            tokens follow the match, they are repeated.
 
     Attributes:
         runner: The runner of the lookup.
@@ -279,12 +279,13 @@ class DraftModel:
         decoder: The decoder that verifies the drafts.
         small: The decoder of the smaller model. Its ``num_draft_tokens`` is the number of drafts
             per row. Its ``max_batch_size`` and ``max_length`` must be at least those of
-            ``decoder``. Its vocabulary may lack only padding tokens.
+            ``decoder``. Its vocabulary may have up to 511 tokens fewer than that of ``decoder``:
+            models pad their vocabularies with unused tokens.
 
     Raises:
-        ConfigError: ``small`` has a smaller ``max_batch_size`` or ``max_length``, a vocabulary that
-            lacks more than padding tokens, no ``num_draft_tokens``, an encoder, or rows already; or
-            ``small`` is ``decoder`` itself; or an argument has the wrong type.
+        ConfigError: ``small`` has too small a ``max_batch_size``, ``max_length`` or vocabulary, no
+            ``num_draft_tokens``, an encoder, or rows already; or ``small`` is ``decoder`` itself;
+            or an argument has the wrong type.
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
@@ -304,8 +305,8 @@ class DraftModel:
             raise ConfigError(
                 "small.vocabulary", small.vocabulary,
                 f"at least {decoder.vocabulary - _MOST_PADDING + 1}",
-                f"The decoder's vocabulary is {decoder.vocabulary}. Use a model with the same "
-                "tokenizer.",
+                f"The decoder's vocabulary has {decoder.vocabulary} tokens. Use a model with the "
+                "same tokenizer.",
             )  # fmt: skip
         if not small.num_draft_tokens:
             raise ConfigError("small.num_draft_tokens", 0, "at least 1", hint)
@@ -320,8 +321,8 @@ class DraftModel:
         if small.num_rows:
             raise ConfigError("small.num_rows", small.num_rows, "0", "Call small.reset() first.")
         self._decoder = small
-        # Tokens that the smaller model lacks are padding of the vocabulary. Replacing these tokens
-        # makes drafts wrong at worst.
+        # Tokens that the smaller model lacks are assumed to be unused. At worst, replacing them
+        # makes drafts wrong.
         self._last = small.vocabulary - 1 if small.vocabulary < decoder.vocabulary else None
 
     @property
@@ -361,7 +362,7 @@ class DraftModel:
             )
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Replace tokens that the smaller model lacks with its last token."""
+        """Map tokens that the smaller model lacks to its last token."""
         return tokens if self._last is None else tokens.clamp(max=self._last)
 
 
@@ -369,7 +370,7 @@ class VerifiedRows:
     """A store that passes verified tokens to ``generate``, one per row and step.
 
     Rows advance at different rates. Tokens of faster rows are stored until slower rows also have a
-    token. A row leaves the decoder when its cache is full.
+    token. When the slot of a row is full, the row leaves the decoder.
 
     Args:
         loop: The decoder, whose steps return several tokens per row.

@@ -232,7 +232,8 @@ def probe(model: Any, max_length: int) -> Probe:
         max_length: Maximum number of positions of a sequence.
 
     Raises:
-        ConfigError: The model cannot decode with a static cache, or its settings do not allow it.
+        ConfigError: The model cannot decode with a static cache, its settings do not allow it, or
+            ``max_length`` is too large.
     """
     name = type(model).__name__
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
@@ -251,7 +252,8 @@ def probe(model: Any, max_length: int) -> Probe:
             "attn_implementation",
             attention,
             f"one of {', '.join(_ATTENTION)}",
-            "These accept a mask for each row. Call model.set_attn_implementation('sdpa').",
+            "Other implementations do not accept a separate mask for each row. Call "
+            "model.set_attn_implementation('sdpa').",
         )
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and max_length > limit:
@@ -343,7 +345,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
 
 
 def _cause(error: Exception | None) -> str:
-    """Return a sentence about a model's exception and a space; empty without an exception."""
+    """Return a sentence about a model's exception with a trailing space, or an empty string."""
     if error is None:
         return ""
     return f"It raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. "
@@ -449,7 +451,7 @@ def _trial_source(found: Probe, length: int) -> Source | None:
 
 
 def _layers_of(output: Any, cache_name: str, model: str) -> tuple[list[Any], list[Any]]:
-    """Return the layers of the returned cache, and of its cross-attention cache.
+    """Return the layers of the cache in ``output``, and of its cross-attention cache.
 
     Raises:
         ConfigError: The output has no cache, or a layer is unsupported.

@@ -22,7 +22,7 @@ class RingMask:
         window: Number of latest positions that a token may attend to.
         chunk: Size of attention chunks: a token attends to positions from the last multiple of
             this number up to its own position. None without chunked attention.
-        sink: The position of padding.
+        sink: Position assigned to padding tokens.
     """
 
     capacity: int
@@ -98,8 +98,8 @@ class ChunkAttention(AttentionLayer):
         """Write ``states`` (B, heads, T, head size) of the chunk's last T tokens."""
         written = self.step_rows.write_positions(self.capacity)[:, -states.shape[2] :]
         if self.is_ring:
-            # All padding goes to one position that is never read, in undefined order. Check mode
-            # compares whole rings, so the value there must be deterministic.
+            # All padding is written, in undefined order, to one entry that is never read. Check
+            # mode compares whole rings, so the value of this entry must be deterministic.
             states = states.masked_fill((written == self.capacity)[:, None, :, None], 0)
         memory[self.step_rows.slots.unsqueeze(1), :, written] = states.transpose(1, 2)
 
@@ -161,8 +161,9 @@ def chunk_layer(layer: Any) -> Any:
 def _write_rows(step_rows: StepRows, memory: States, rows: dict[int, torch.Tensor]) -> None:
     """Write rows of states (B, ...) into the slots of a chunk.
 
-    The slot of a padding row may belong to another row. Padding rows therefore write the first
-    row's values to the first row's slot: the order of equal writes does not matter.
+    Rows without a token include padding rows, whose slots may belong to other rows. All rows
+    without a token therefore write the first row's values to the first row's slot: the order of
+    equal writes does not matter.
     """
     has_tokens = step_rows.has_tokens
     slots = torch.where(has_tokens, step_rows.slots, step_rows.slots[:1])

@@ -29,9 +29,8 @@ class LayerTensor:
         states: The tensor in the transformers cache: keys or values (B, heads, T, head size), or a
             recurrent state (B, ...).
         capacity: Number of positions whose keys and values are stored; None for recurrent states
-            and sources.
-        source_length: Maximum number of positions of a source (an encoder output); None for other
-            tensors.
+            and sources (encoder outputs).
+        source_length: Maximum number of positions of a source; None for other tensors.
     """
 
     name: str
@@ -59,7 +58,7 @@ class LayerTensor:
 def write_prompts(
     slots: torch.Tensor, states: torch.Tensor, paddings: Sequence[int], width: int
 ) -> None:
-    """Write keys or values of prompts to cleared slots, without padding.
+    """Write keys or values of prompts, without their padding, to cleared slots.
 
     Args:
         slots: One slot per row (B, heads, capacity + 1, head size).
@@ -107,7 +106,7 @@ def layer_tensors(layer: Any, length: int, spare: int = 0) -> Iterator[LayerTens
     Args:
         layer: A layer of a class in ``SUPPORTED_LAYERS``.
         length: Maximum number of positions of a sequence.
-        spare: Number of positions that a window stores in addition to its size.
+        spare: Number of positions that a layer with a window stores in addition to the window.
     """
     keys = getattr(layer, "keys", None)
     if isinstance(keys, torch.Tensor):

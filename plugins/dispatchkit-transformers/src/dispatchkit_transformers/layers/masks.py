@@ -46,7 +46,7 @@ class StepMask:
         """Return a mask (B, 1, T, length), True where tokens may attend.
 
         In a ring buffer without spare entries, all written entries are valid. A ring with spare
-        entries also contains rejected positions and positions outside the window. In such a ring,
+        entries also contains rejected drafts and positions outside the window. In such a ring,
         each entry stands for the last position that maps to it and does not exceed the token's
         position. The entry is valid if this position is in the window.
 

@@ -15,7 +15,7 @@ try:
 except ImportError:  # before transformers 5, each recurrent model has its own cache class
     LinearAttentionCacheLayerMixin = LinearAttentionLayer = object
 
-#: States of a layer for all slots (slots, ...), by number.
+#: States of a layer for all slots (slots, ...), keyed by the number of the state.
 States = Mapping[int, torch.Tensor]
 
 
