@@ -262,7 +262,7 @@ def test_the_start_says_what_decides(runner_module, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "vllm"):
         started(runner_module.GPUModelRunner(config()))
     assert "Policy 'threshold' decides" in caplog.text
-    assert "8 graphs (2 never chosen for a batch of the same size)" in caplog.text
+    assert "8 graphs (2 never chosen for batches of exactly their size)" in caplog.text
 
 
 def test_a_mode_without_graphs_is_said(runner_module, monkeypatch, caplog, tmp_path):

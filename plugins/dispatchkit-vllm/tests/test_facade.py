@@ -212,7 +212,7 @@ def test_a_compile_size_that_would_be_padded_is_refused():
 
 @pytest.mark.parametrize("module", ALL, ids=ids)
 def test_a_piecewise_mode_needs_a_split_model(module):
-    with pytest.raises(AssertionError, match="compiled piecewise"):
+    with pytest.raises(AssertionError, match="compiled in pieces"):
         module.CudagraphDispatcher(vllm_config(piecewise=False))
     module.CudagraphDispatcher(vllm_config(piecewise=False, mode="FULL"))
 
@@ -222,11 +222,11 @@ def test_0_11_reads_the_level_of_compilation():
     del config.compilation_config.is_attention_compiled_piecewise
     v0_11.CudagraphDispatcher(config)
     config.compilation_config.splitting_ops_contain_attention = lambda: False
-    with pytest.raises(AssertionError, match="compiled piecewise"):
+    with pytest.raises(AssertionError, match="compiled in pieces"):
         v0_11.CudagraphDispatcher(config)
     config.compilation_config.splitting_ops_contain_attention = lambda: True
     config.compilation_config.level = 2
-    with pytest.raises(AssertionError, match="compiled piecewise"):
+    with pytest.raises(AssertionError, match="compiled in pieces"):
         v0_11.CudagraphDispatcher(config)
 
 

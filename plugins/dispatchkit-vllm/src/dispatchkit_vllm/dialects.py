@@ -19,7 +19,7 @@ class Loras(enum.Enum):
     """The numbers of active adapters that have separate graphs."""
 
     NONE = "none"  # Adapters are not part of the key.
-    FLAG = "flag"  # Keys have an adapter flag; one graph serves every number of adapters.
+    FLAG = "flag"  # Keys have an adapter flag; one graph serves any number above 0.
     EVERY_COUNT = "every count"  # Each number, or only the largest if query_len > 1.
     CASES = "cases"  # The largest number, and powers of two below it if configured.
     CASES_CLAMPED = "cases, clamped"  # Like CASES, but the largest case also serves larger numbers.
@@ -45,7 +45,7 @@ class Dialect:
         sizes_descending: Whether keys are declared in descending order of size.
         names_requests: Whether keys include a number of requests.
         relaxes_mixed_full: Whether mixed batches have FULL keys that allow any number of requests.
-            These keys are tried after the exact key of a batch. Otherwise, a FULL key of mixed
+            These keys are tried after the exact key of a batch. If false, a FULL key of mixed
             batches allows as many requests as tokens, at most ``max_num_seqs``.
         caps_uniform_reqs: Whether a uniform key is limited to ``max_num_seqs`` requests.
         uniform_needs_separate: Whether uniform batches are distinguished from mixed batches only

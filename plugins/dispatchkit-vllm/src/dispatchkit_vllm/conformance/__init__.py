@@ -57,7 +57,7 @@ class RecordReport:
     Attributes:
         line: 1-based line number of the record.
         name: Id of the record; ``mode-enum/MODE`` for the record of a mode's properties, which has
-            no id; ``line N`` if the line has no valid id.
+            no id; ``line N`` for any other line without a valid id.
         num_compared: Number of comparisons.
         problems: Descriptions of failed comparisons, and of errors; empty if the record agrees.
     """

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Silence logged warnings, because some vectors do not initialize the dispatcher's keys."""
+    """Hide log warnings, such as those of dispatchers whose keys a record leaves uninitialized."""
     logger = logging.getLogger("dispatchkit_vllm")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Compare the dispatchers of all versions with recorded results."""
+"""Compare the dispatchers of several vLLM versions with recorded results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Kind:
     Attributes:
         module: Module of the facade.
         cfg: Fields of the configuration.
-        group: Names of the ``dispatch`` arguments that all calls of a group share.
+        group: Names of the ``dispatch`` arguments that are recorded once for a group of calls.
         parts: Fields of a record without errors, besides id and configuration.
         optional: Fields that a record without errors may have in addition.
         descending: Whether sizes are stored in descending order.
@@ -271,7 +271,7 @@ def _compare_flow(
 ) -> None:
     """Compare the steps of a 0.11 or 0.11.1 runner, which pads a batch and then dispatches it.
 
-    The runner does not pad if the mode is NONE or the padding table ends below the batch.
+    The runner does not pad if the mode is NONE or the batch is too large for the padding table.
     """
     num_tokens, *expected = row
     got: list[Any] = []

@@ -34,7 +34,7 @@ class _Tensor:
 
 
 class _FakeDevice:
-    """A device that records each call as a trace event."""
+    """A device that records captures, replays and related calls as trace events."""
 
     def __init__(self, events: list[list[Any]], pool: Any) -> None:
         self.events, self.pool = events, pool
@@ -147,9 +147,9 @@ def _debugging(on: bool) -> Iterator[None]:
 
 
 class _Traced(_wrapper.CUDAGraphWrapper):
-    """A wrapper that records its checks as events.
+    """A wrapper that records an event for each check of whether captures are enabled.
 
-    It records each check of whether captures are enabled. It can also hide the forward context.
+    It can also hide the forward context.
     """
 
     events: list[list[Any]]

@@ -3,7 +3,7 @@
 vLLM calls ``install`` in each of its processes. With ``DISPATCHKIT_POLICY`` (or ``policy`` under
 ``dispatchkit`` in ``additional_config``), a policy chooses among the graphs of vLLM's model runner.
 ``DISPATCHKIT_TRACE`` records steps, and ``DISPATCHKIT_METRICS`` exports counters. Without these
-settings, vLLM uses its own classes and steps have no overhead.
+settings, vLLM uses its own classes, and steps have no overhead.
 """
 
 from __future__ import annotations

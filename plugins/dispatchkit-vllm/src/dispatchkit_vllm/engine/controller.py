@@ -56,7 +56,7 @@ class Ranks:
 
 
 class StepController:
-    """Controller of a model runner's steps, which decides, records, counts and measures them.
+    """Controller that decides, records, counts and measures the steps of a model runner.
 
     A runner opens each step and asks for the policy's decision. Outside of steps (in dummy runs,
     profiling and captures), vLLM's own class decides.
@@ -136,8 +136,8 @@ class StepController:
             facts: Function that returns sizes and limits as options of ``DispatchConfig``.
             ask: Function that returns the key that the runner's own code chooses for a batch; None
                 for eager.
-            eager: Function of a batch and its number of requests that returns the result of the
-                runner's ``dispatch`` if the batch runs eager.
+            eager: Function that takes a batch and its number of requests, and returns what the
+                runner's ``dispatch`` returns if the batch runs eager.
 
         Raises:
             ConfigError: An option is invalid, the policy declares graphs that the runner does not
@@ -165,15 +165,17 @@ class StepController:
         self.inactive_reason = ""
         self.summary = (
             f"Policy {policy_name(core.policy)!r} decides in {self.runner}: "
-            f"{counted(len(graphs), 'graph')} ({len(idle)} never chosen for a batch of the same "
-            f"size), {counted(cells, 'table cell')} filled."
+            f"{counted(len(graphs), 'graph')} ({len(idle)} never chosen for batches of exactly "
+            f"their size), {counted(cells, 'table cell')} filled."
         )
 
     def make(self, policy: str, **options: Any) -> PolicyCore:
         """Create another policy for this runner's graphs, to pass to ``activate``.
 
         Raises:
-            ConfigError: The runner has no graphs yet, or the policy is rejected as in ``install``.
+            ConfigError: The runner has no graphs yet, no policy has this name, an option is
+                invalid, the policy declares graphs that the runner does not capture, or it learns
+                and there are several ranks.
             PolicyError: The policy is invalid.
         """
         if self._make is None:
@@ -257,7 +259,10 @@ class StepController:
 
 
 def as_dummy_run(own: Any, controller_of: Callable[[Any], StepController | None]) -> Any:
-    """Wrap a runner's method as a dummy run, without decisions, records or measurements."""
+    """Wrap a runner's method as a dummy run.
+
+    During its calls, no policy decides, and steps are not recorded, counted or measured.
+    """
 
     @functools.wraps(own)
     def dummy_run(self: Any, *args: Any, **options: Any) -> Any:

@@ -91,8 +91,8 @@ class PolicyCore:
         config: Sizes, limits and modes of the runner.
         graphs: Graphs that the runner captures, each with the value that the runner's ``dispatch``
             returns for it.
-        eager: Function of a batch and its number of requests that returns the result of the
-            runner's ``dispatch`` if the batch runs eager.
+        eager: Function that takes a batch and its number of requests, and returns what the
+            runner's ``dispatch`` returns if the batch runs eager.
         runner: Name of the runner in messages.
 
     Attributes:
@@ -176,15 +176,15 @@ class PolicyCore:
         return Answer(result, decision, batch)
 
     def fill(self) -> int:
-        """Fill every cell that a step can use, and return the number of filled cells.
+        """Fill the cells of the ceilings FULL and PIECEWISE; return the number of filled cells.
 
-        Afterwards, a step waits for the policy only if its batch has more requests than the
-        decision in its cell is valid for.
+        Afterwards, a step with one of these ceilings waits for the policy only if its batch has
+        more requests than the decision in its cell is valid for.
         """
         config = self.config
         cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `ask` logs these faults
+            warnings.simplefilter("ignore")  # `ask` logs the policy's errors
             for ceiling in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
                 for kind in range(config.num_query_classes):
                     for case in cases:

@@ -36,7 +36,7 @@ class StepCounts:
         policy: Name of the active policy; empty for vLLM's own dispatcher.
         runner: Name of the model runner.
 
-    Thread safety: one thread may add, any thread may read.
+    Thread safety: one thread may add; any thread may read.
     """
 
     def __init__(self, policy: str = "", runner: str = "") -> None:

@@ -65,7 +65,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:  # inspect reads sources through this loader
+        if module.__spec__ is not None:  # inspect reads sources with the original loader
             module.__spec__.loader = module.__loader__ = self._inner
         self._inner.exec_module(module)
         act = _waiting.pop(module.__name__, None)

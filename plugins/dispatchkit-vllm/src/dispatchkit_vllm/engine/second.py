@@ -264,7 +264,10 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
 
 
 def _make_eager_factory(make: Any, none: Any) -> Callable[[int, int, int], Any]:
-    """Return a function that creates eager descriptors from tokens, requests and adapters."""
+    """Return a function that makes an eager descriptor from three numbers.
+
+    The arguments are the numbers of tokens, requests and adapters.
+    """
 
     def eager(num_tokens: int, num_reqs: int, case: int) -> Any:
         if not case:

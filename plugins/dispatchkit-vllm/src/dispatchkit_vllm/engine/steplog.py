@@ -27,7 +27,7 @@ Row = tuple[int, int, int, bool, int]
 
 
 def path_of_rank(path: str, rank: int, world_size: int) -> Path:
-    """Return the path of a rank's file, which includes the rank if there are several ranks."""
+    """Return the path of a rank's file; with several ranks, the file name contains the rank."""
     whole = Path(path)
     if world_size == 1:
         return whole
@@ -68,8 +68,8 @@ class StepLog:
             raise TraceError(
                 str(self.path),
                 None,
-                f"the file cannot be written: {error.strerror or error}. Change the setting trace "
-                "(DISPATCHKIT_TRACE), or remove it.",
+                f"the file cannot be written: {error.strerror or error}. Change or remove "
+                "the setting trace (DISPATCHKIT_TRACE).",
             ) from error
         self._thread = threading.Thread(target=self._run, name="dispatchkit-trace", daemon=True)
         self._thread.start()

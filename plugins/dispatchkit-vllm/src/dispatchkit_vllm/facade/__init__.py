@@ -1,7 +1,7 @@
 """Classes with vLLM's names and results, built on dispatchkit.
 
-There is one module per interface. A module with a version is named after a release that has the
-interface:
+There is one module per interface. A version in a module's name is a release that has this
+interface. The modules are:
 
 - ``v0_11``, ``v0_11_1``, ``v0_13``, ``v0_33``: ``CudagraphDispatcher``, ``BatchDescriptor``,
   ``CUDAGraphWrapper``, ``CUDAGraphOptions``, ``CUDAGraphEntry``, ``CUDAGraphMode``;

@@ -73,7 +73,7 @@ def has_lora(vllm_config: Any) -> bool:
 
 
 def max_loras(vllm_config: Any) -> int:
-    """Return the maximum number of loaded adapters; 0 without adapters."""
+    """Return the maximum number of active adapters; 0 without adapters."""
     return int(getattr(vllm_config.lora_config, "max_loras", 1)) if has_lora(vllm_config) else 0
 
 
@@ -128,8 +128,8 @@ def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
     splits = breakable or splits_at_attention(vllm_config)
     if mode.requires_piecewise_compilation() and not splits:
         raise AssertionError(
-            f"cudagraph_mode {mode} requires a model that is compiled piecewise at attention. "
-            f"Configure splitting_ops, or use the mode {mode.without_piecewise()}."
+            f"cudagraph_mode {mode} requires a model that is compiled in pieces split at "
+            f"attention. Configure splitting_ops, or use the mode {mode.without_piecewise()}."
         )
 
 
