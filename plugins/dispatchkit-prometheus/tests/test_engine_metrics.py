@@ -98,6 +98,22 @@ def test_engines_of_one_process_share_a_port_and_add_up():
     assert found[named("dispatchkit_engine_steps_total", "0", Counts.runner, "FULL", "hit")] == 20
 
 
+def test_an_engine_after_a_closed_export_gets_a_new_one(tmp_path):
+    """A closed file would never be written again."""
+    where = str(tmp_path / "engine.prom")
+    first = engine.export_engine(Counts(), where)
+    first.close()
+    second = engine.export_engine(Counts(), where)
+    try:
+        assert second is not first
+        assert not second.is_closed
+        assert engine.export_engine(Counts(), where) is second
+    finally:
+        second.close()
+    found = samples((tmp_path / "engine.prom").read_text())
+    assert found[named("dispatchkit_engine_steps_total", "0", Counts.runner, "FULL", "hit")] == 20
+
+
 def test_what_cannot_be_shown_is_refused(tmp_path):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

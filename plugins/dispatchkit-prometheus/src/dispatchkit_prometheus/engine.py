@@ -153,6 +153,11 @@ class EngineExport:
                 message=f"Cannot export metrics to {target}: {str(error).rstrip('.')}.",
             ) from error
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._ended.is_set()
+
     def close(self) -> None:
         """Write the file one last time, or close the port."""
         self._ended.set()
@@ -182,7 +187,7 @@ def export_engine(
 ) -> EngineExport:
     """Export an engine's counters.
 
-    Engines of one process with the same ``where`` share the port or file.
+    Engines of one process with the same ``where`` share the port or file until it is closed.
 
     Args:
         counts: Counters to export, read whenever metrics are requested or written.
@@ -195,7 +200,7 @@ def export_engine(
     """
     with _lock:
         export = _exports.get((where, rank))
-        if export is None:
+        if export is None or export.is_closed:
             export = _exports[where, rank] = EngineExport(where, rank=rank, world_size=world_size)
     export.collector.add(counts)
     return export
