@@ -171,16 +171,19 @@ class Lane:
         """Device bytes of all static inputs."""
         return sum(buffers.num_bytes for buffers in self._by_shapes.values())
 
-    def order(self) -> None:
+    def order(self, *, is_eager: bool = False) -> None:
         """If the current stream has changed, make it wait for earlier steps."""
         handle = self.backend.current_stream_handle()
         if handle != self.handle:
-            self.switch(handle)
+            self.switch(handle, is_eager=is_eager)
 
-    def switch(self, handle: int) -> None:
-        """Make the new current stream wait for the lane's earlier steps."""
-        current = self.group.order(self, handle)
-        self.handle, self.last_stream = handle, current
+    def switch(self, handle: int, *, is_eager: bool = False) -> None:
+        """Make the new current stream wait for the lane's earlier steps.
+
+        An eager step may run while the memory is asleep; a later replay is then still rejected.
+        """
+        current = self.group.order(self, handle, is_eager=is_eager)
+        self.handle, self.last_stream = None if self.group.is_asleep else handle, current
         self.stream_argument = ctypes.c_void_p(handle)
 
     def refill(self) -> None:

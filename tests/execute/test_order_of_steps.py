@@ -19,6 +19,7 @@ from dispatchkit import (  # noqa: E402
     RunnerOptions,
     StaticInput,
     eager_piece,
+    eager_region,
     graph_piece,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
@@ -166,6 +167,31 @@ class TestOrder:
                 first(GRAPH)
             backend.synchronize()
             assert total.tolist() == [3 * 8, 2 * 8], f"seed {seed}"
+
+    def test_a_capture_in_segments_keeps_what_steps_in_flight_change(self, make_runner):
+        region = eager_region(lambda x: x * 1)
+        for seed in range(8):
+            one = Counting(make_runner, seed)
+            total = torch.zeros(2)
+
+            def step(x, total=total):
+                total.add_(x.sum(0))
+                return region(x) + total
+
+            runner = make_runner(
+                step,
+                ROWS,
+                sizes=(4, 8),
+                mode="PIECEWISE",
+                state=[total],
+                backend=one.backend,
+                lazy=True,
+            )
+            with one.on_a_stream():
+                runner(GRAPH)
+                runner(GRAPH[:4])
+            one.backend.synchronize()
+            assert total.tolist() == [8 + 4] * 2, f"seed {seed}"
 
     def test_runs_for_a_learning_policy_keep_what_steps_change(self, make_runner, policy):
         class Asking(type(policy)):

@@ -276,3 +276,25 @@ def test_after_an_interrupt_no_step_runs_on_lost_memory():
         memory.wake()
         ones = torch.ones(3, WIDTH)
         assert torch.equal(runner(x=ones), ones * (1 + ones.sum())), at
+
+
+@pytest.mark.filterwarnings("ignore:Steps run eager")
+@pytest.mark.parametrize("check", [0, 1])
+def test_eager_steps_that_change_state_run_while_it_sleeps(check):
+    """A replay is still rejected after them, and sees their changes after waking."""
+    memory, total = GraphMemory(sleeps=True), torch.zeros(WIDTH)
+
+    def step(x):
+        total.add_(x[0])
+        return x + total
+
+    options = RunnerOptions(check=check)
+    runner = runner_of(step, memory, sizes=(4,), state=[total], options=options)
+    runner.capture()
+    ones = torch.ones(5, WIDTH)
+    memory.sleep()
+    assert torch.equal(runner(x=ones), ones + 1)  # more rows than the largest graph
+    with pytest.raises(ReplayError, match="asleep"):
+        runner(x=ones[:4])
+    memory.wake()
+    assert torch.equal(runner(x=ones[:4]), ones[:4] + 2)

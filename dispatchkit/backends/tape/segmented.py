@@ -79,8 +79,8 @@ class TapeSegments:
         recorder = self._recorder
         recorder.raise_swallowed_error()
         self._set_open(False)
+        recorder.restore()  # inside the capture, where a deferred tape runs operations immediately
         pause_capture()
-        recorder.restore()
         graph = self._make_graph(recorder)
         self._graphs.append(graph)
         recorder.restart()

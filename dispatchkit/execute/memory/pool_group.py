@@ -191,17 +191,19 @@ class PoolGroup:
         """The members that may have graphs in the pool."""
         return tuple(self._members)
 
-    def order(self, lane: OrderedLane, handle: int) -> Stream:
+    def order(self, lane: OrderedLane, handle: int, *, is_eager: bool = False) -> Stream:
         """Make the current stream wait for the last step of the group, and return the stream.
 
         Args:
             lane: Lane of the next step.
             handle: Raw handle of the current stream.
+            is_eager: Whether the next step does not use the group's memory.
 
         Raises:
-            ReplayError: The group's memory is asleep.
+            ReplayError: The group's memory is asleep, and the next step uses it.
         """
-        self.check_awake()
+        if not is_eager:
+            self.check_awake()
         current = self.backend.current_stream()
         if self.last_stream is not None:
             # Wait for all work queued on the old stream, because it may read views of outputs.

@@ -124,7 +124,7 @@ class EagerRunner:
         checker = self._checker
         if checker is None or not checker.notes_eager or self._backend.is_capturing():
             return self._run_in_order(given, num_tokens)
-        self._lane.order()
+        self._lane.order(is_eager=True)
         return checker.note_eager(lambda: self._run_in_order(given, num_tokens))
 
     def run_for(
@@ -353,7 +353,9 @@ class EagerRunner:
         if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
             return self._step(given)
         if handle != lane.handle:
-            lane.switch(handle)  # replays change the same state, and captures save and restore it
+            lane.switch(
+                handle, is_eager=True
+            )  # replays change the same state, and captures save and restore it
         if chain is None or chain.disjoint_state:
             return self._step(given)
         stream = chain.begin(lane)
