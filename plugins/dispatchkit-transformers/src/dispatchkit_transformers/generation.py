@@ -259,7 +259,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             decoder,
             "a decoder of the model whose generate() is called",
             f"Create a decoder for the {type(model).__name__} on which generate() was called, or "
-            "call the decoder's own generate().",
+            "call generate() of the given decoder.",
             message="custom_generate must be a decoder of the model whose generate() is called, "
             f"got a decoder of another model ({type(decoder.model).__name__}).",
         )

@@ -48,8 +48,8 @@ class SlotCache:
         length: Number of positions per sequence.
         cross: Layers of the cross-attention cache of transformers, if the model has one.
         source_length: Maximum number of positions of a source (an encoder output).
-        spare: Number of additional positions in layers with windows. They make room for drafts: a
-            rejected draft must not overwrite a position that the next token attends to.
+        spare: Number of additional positions in layers with windows. These positions make room for
+            drafts: a rejected draft must not overwrite a position that the next token attends to.
 
     Attributes:
         slots: The sequences and their memory. Tensors of equal shape share a bank (tensors, slots,

@@ -358,7 +358,9 @@ class DraftModel:
         gone = [row for row in range(self._decoder.num_rows) if row not in remaining]
         if self._decoder.drop(gone) != list(order):
             raise InputError(
-                "order", f"order must be the return value of the decoder's drop(), got {order}."
+                "order",
+                "order must be the return value of drop() of the decoder that verifies drafts, got "
+                f"{order}.",
             )
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -367,7 +367,7 @@ def _depends_on_past(found: Probe, length: int) -> bool:
     if not found.takes_positions:
         return False
     token = torch.ones(1, 1, dtype=torch.int64, device=found.device)
-    # Use the second position: with only one to attend to, scaling the scores has no effect.
+    # Use position 1: at position 0, a token attends only to itself, so scaling has no effect.
     position = token.clamp(max=length - 1)
     logits = []
     for past in (0, 0, length - 1):
@@ -388,8 +388,8 @@ def supports_drafts(found: Probe, length: int) -> bool:
     """
     try:
         with torch.no_grad():
-            # Three rows of two tokens: with equal numbers, a model that swaps rows and tokens
-            # would pass.
+            # Three rows of two tokens each: if both numbers were equal, a model that swaps rows and
+            # tokens would pass.
             trials = [(*trial, trial[0][1:]) for trial in TRIALS]
             return any(_matches_prompts(found, length, trial, 2) for trial in trials)
     except torch.OutOfMemoryError:
