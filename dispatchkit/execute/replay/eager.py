@@ -353,9 +353,8 @@ class EagerRunner:
         if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
             return self._step(given)
         if handle != lane.handle:
-            lane.switch(
-                handle, is_eager=True
-            )  # replays change the same state, and captures save and restore it
+            # Replays change the same state, and captures save and restore it.
+            lane.switch(handle, is_eager=True)
         if chain is None or chain.disjoint_state:
             return self._step(given)
         stream = chain.begin(lane)
