@@ -157,7 +157,7 @@ def activate_learner(controller: Any) -> WorkClock:
 
 
 def learning_moves(engine: CpuEngine) -> bool:
-    """Check that a policy that learns stops using an artificially slow mode."""
+    """Check that a learning policy stops using an artificially slow mode."""
     controller, decider = engine.controller, engine.decider
     clock = activate_learner(controller)
     seen: list[str] = []

@@ -9,14 +9,14 @@ Runs the engine in this process, with asynchronous scheduling and a Llama with r
 Prints JSON lines; the first line contains the card, the driver and the versions.
 
 - ``policies``: in each round, every policy runs the same batch of requests, in turn; ``plain`` is
-  vLLM's own class. For each policy, prints the decisions and padded rows of each mode, the time of
-  a batch, whether the tokens equal those of plain, the mean time of the first 1,000 decisions, and
-  its ratio to plain. Also prints the overhead of recording per step.
+  vLLM's own class. For each policy, prints the numbers of decisions and of rows (with padding) of
+  each mode, the time of a batch, whether the tokens equal those of plain, the mean time of the
+  first 1,000 decisions, and its ratio to plain. Also prints the time that recording adds to a step.
 - ``adaptive``: the policy ``adaptive`` takes turns with ``plain`` only.
 - ``sizes``: the time of startup, the time and memory of captures, and the time of a batch. With
-  ``--plan``, the engine uses the 24 sizes with the least padding for a recorded trace. Batches then
-  take turns on this engine and on three others: with the default sizes, with 24 planned multiples
-  of 8, and with the default sizes again.
+  ``--plan``, the engine uses the 24 sizes with the least padding for a recorded trace. Each batch
+  then runs on this engine and on three others, in turn: with the default sizes, with 24 planned
+  multiples of 8, and with the default sizes again.
 - ``gap``: ``adaptive`` and ``plain`` take turns on a large model. The capture sizes have a wide
   gap: graphs compute many more rows than the batches have, and are slower than eager.
 """
@@ -255,7 +255,7 @@ def chat_requests(rng: random.Random, count: int) -> list[tuple[list[int], int]]
 
 
 def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
-    """Return the overhead of recording in microseconds per step, and the underlying measurements.
+    """Return the time that recording adds to a step, in microseconds, and related figures.
 
     Half of the steps, chosen at random, are recorded. The measured function is the runner's
     function that decides a step, with vLLM's own class. The slowest 5% of each half are excluded
@@ -470,7 +470,7 @@ def measure_sizes(given: argparse.Namespace) -> None:
 
 
 def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
-    """Measure batches of several engines in turn, in one process.
+    """Measure the same batches on several engines in turn, in one process.
 
     Engines in separate processes would differ in more than their sizes.
     """
@@ -496,7 +496,7 @@ def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
 
 
 def measure_gap(given: argparse.Namespace) -> None:
-    """Measure prompts far smaller than the next capture size, for which eager is faster."""
+    """Measure prompts for which eager is faster, because the next capture size is far larger."""
     sizes = [1, 2, 4, 8, 16, 32, 2048]
     engine = Engine(
         given.runner,

@@ -1,11 +1,11 @@
 """Run vLLM's own tests of its dispatchers, unmodified, with dispatchkit's classes.
 
-Downloads source distributions into ``.vllm/``, and creates an environment with a CPU build of vLLM
-that can import every release. Runs the dispatcher tests of each release with the facade and, from
-0.12 on, with the policy ``vllm`` in vLLM's class. Runs the tests of the graph manager in releases
-that have them. From 0.12 on, also compares the answers of vLLM's class, the facade and the policy
-(``agree.py``). For 0.15, only wheels are published, which contain no tests. Prints one JSON line
-per run; the exit code is 1 if a run fails.
+Downloads source distributions into ``.vllm/``, and creates an environment that has a CPU build of
+vLLM and can import every release. Runs the dispatcher tests of each release with the facade and,
+from 0.12 on, with the policy ``vllm`` in vLLM's class. Runs the tests of the graph manager in
+releases that have them. From 0.12 on, also compares the answers of vLLM's class, the facade and the
+policy (``agree.py``). For 0.15, only wheels are published, which contain no tests. Prints one JSON
+line per run; the exit code is 1 if a run fails.
 
 usage: run.py [--python PYTHON] [--sources FOLDER] [RELEASE...]
 """

@@ -140,7 +140,7 @@ class Ladder:
     # -- adapters -----------------------------------------------------------------------
 
     def _captured_counts(self) -> tuple[int, ...]:
-        """Return the positive numbers of adapters that have graphs, for dialects with cases."""
+        """Return the positive numbers of adapters with graphs, for CASES and CASES_CLAMPED."""
         top = self.max_loras
         if self.cases is not None:
             return tuple(sorted(count for count in self.cases if count > 0))
@@ -168,7 +168,7 @@ class Ladder:
     def lora_case(self, count: int) -> int:
         """Return the number of adapters in the keys to try for a batch.
 
-        A number without a case is returned unchanged, and matches no graph.
+        A number that no graph supports is returned unchanged, and matches no key.
         """
         kind = self.dialect.loras
         without = self.max_loras == 0 and self.cases is None

@@ -49,7 +49,7 @@ class FacadeBase:
 
     @staticmethod
     def breaks_graphs() -> bool:
-        """Return whether captures can be interrupted at attention."""
+        """Return whether graphs can have breaks at attention, which then runs eager."""
         return False
 
     def add_cudagraph_key(self, runtime_mode: Any, batch_descriptor: Any) -> None:
@@ -86,7 +86,7 @@ class FacadeBase:
 
 
 class LookupDispatcher(FacadeBase):
-    """A dispatcher that looks up a padded descriptor, first in FULL, then in PIECEWISE."""
+    """A dispatcher that looks up a padded descriptor as a FULL key, then as a PIECEWISE key."""
 
     _has_lora_flag: ClassVar[bool] = False
 

@@ -23,8 +23,7 @@ class TableDispatcher(PaddingDispatcher):
     def _max_loras(self) -> int:
         if not self._counts_loras:
             return super()._max_loras()
-        # One more than the number of loaded adapters, because a batch may also contain requests
-        # without an adapter.
+        # One more than max_loras, because a batch may also contain requests without an adapter.
         most = _config.max_loras(self.vllm_config)
         return most + 1 if most else 0
 

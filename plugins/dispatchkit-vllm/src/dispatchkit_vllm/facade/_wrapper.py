@@ -1,4 +1,4 @@
-"""vLLM's graph wrapper built on GraphWrapper, with the behavior of each release as data."""
+"""vLLM's graph wrappers: GraphWrapper with the rules of each release."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class CUDAGraphWrapper(GraphWrapper):
 
     @property
     def cudagraph_wrapper(self) -> CUDAGraphWrapper:
-        """This wrapper itself; vLLM reads it through objects that forward attributes."""
+        """This wrapper; vLLM reads this attribute through objects that forward attributes."""
         return self
 
 

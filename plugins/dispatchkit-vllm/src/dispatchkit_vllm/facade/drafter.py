@@ -71,8 +71,9 @@ class CudagraphDispatcher(LookupDispatcher):
 
         Raises:
             AssertionError: There are no query lengths, or one is not a positive integer. Also
-                raised if ``uniform_cudagraph_capture_sizes`` contains a size that is not a multiple
-                of every query length, unless ``disable_cudagraph_uniform_alignment`` is set.
+                raised if a query length does not divide all sizes in
+                ``uniform_cudagraph_capture_sizes``, unless
+                ``disable_cudagraph_uniform_alignment`` is set.
         """
         lens = uniform_query_lens
         query_lens = [lens] if isinstance(lens, int) else list(lens)
@@ -155,7 +156,7 @@ class CudagraphDispatcher(LookupDispatcher):
         )
         return uniform, max_query_len if uniform else 0
 
-    caculate_uniform_decode = calculate_uniform_decode  # the misspelled name of the original
+    caculate_uniform_decode = calculate_uniform_decode  # the original misspells this name
 
     def cudagraph_padded_num_tokens(
         self, num_tokens: int, uniform_decode: bool, uniform_query_len: int

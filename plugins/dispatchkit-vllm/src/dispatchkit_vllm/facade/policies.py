@@ -379,8 +379,8 @@ class CompositeDispatcher:
     in the order in which they were added.
 
     Attributes:
-        faults: Number of errors raised by ``has_graph``, by name of the dispatcher. After an error,
-            the dispatcher counts as having no graph for that batch.
+        faults: Number of errors in ``has_graph`` of each dispatcher, by name. A dispatcher whose
+            ``has_graph`` raises an error counts as having no graph for the batch.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM 0.33, second model runner: a manager that searches its graphs."""
+"""vLLM 0.33, second model runner: each mode uses its smallest graph that fits the batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CudaGraphManager:
         device: The device of the graphs; not used for decisions.
         cudagraph_mode: The mode, resolved for the attention backend.
         decode_query_len: Tokens per request of a uniform decode batch.
-        lora_capture_cases: Numbers of adapters that have graphs; by default, the numbers in the
+        lora_capture_cases: Numbers of adapters that have graphs; by default, derived from the
             configuration.
         varlen_decode: Whether decode graphs accept requests of varying length.
         ubatch_runner: Runner of microbatches, which is stored but not used.

@@ -206,7 +206,7 @@ def resolve_device(device: Any) -> WrapperDevice:
         wrapper_device: WrapperDevice = device
         return wrapper_device
     if not isinstance(device, str):
-        allowed = "a backend, its name, such as 'cuda' or 'tape', or a WrapperDevice"
+        allowed = "a backend, its name ('cuda' or 'tape', for example) or a WrapperDevice"
         check_instance(device, GraphBackend, "device", allowed=allowed)
     return BackendDevice(device)
 

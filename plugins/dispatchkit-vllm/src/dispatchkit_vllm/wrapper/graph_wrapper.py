@@ -5,8 +5,8 @@ come from the forward context and are not checked; inputs are neither padded nor
 wrapper around a model and PIECEWISE wrappers around its pieces can be nested, because each acts
 only in its own mode.
 
-``WrapperRules`` describes the differences between the vLLM releases whose wrapper this class can
-replace. ``device.WrapperDevice`` is the interface of devices.
+``WrapperRules`` describes the differences between the vLLM releases whose wrapper ``GraphWrapper``
+can replace. ``device.WrapperDevice`` is the interface of devices.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class WrapperOptions:
 
     Attributes:
         debug_log_enable: Whether to log a debug message before each capture.
-        gc_disable: Whether to skip garbage collection and emptying the device cache before a
-            capture. For a model of many pieces, set this for every piece except the first.
+        gc_disable: Whether to capture inside the device's ``without_collection()``, which disables
+            garbage collection and emptying of the device cache. For a model of many pieces, set
+            this for every piece except the first.
         weak_ref_output: Whether to release the output inside the capture, so that later graphs can
             reuse its memory. Callers must not use the output after the next replay.
     """
@@ -71,7 +72,7 @@ class WrapperOptions:
 
 @attrs.frozen
 class WrapperRules:
-    """The behavior of a vLLM release whose wrapper this class can replace.
+    """The behavior of a vLLM release whose wrapper ``GraphWrapper`` can replace.
 
     Attributes:
         passes_without_context: Whether the callable runs directly if there is no forward context;
@@ -106,8 +107,8 @@ class WrappedEntry:
         cudagraph: The captured graph; None before the capture.
         output: Output of the captured call, which each replay overwrites.
         input_addresses: Addresses of positional tensor arguments during the capture.
-        captured_under: If modules are guarded: the module, and its training flag and device during
-            the capture.
+        captured_under: If modules are guarded: the module, and its training flag and weight address
+            during the capture.
     """
 
     batch_descriptor: Any
@@ -126,7 +127,7 @@ def set_capturing_enabled(enabled: bool) -> None:
     """Allow or forbid captures by all wrappers of this process.
 
     An engine forbids captures while it serves, so that an unexpected key raises an error instead of
-    causing a pause of seconds.
+    stalling the engine for seconds.
     """
     global _capturing_enabled  # noqa: PLW0603 - the switch is per process, as in vLLM
     _capturing_enabled = enabled
@@ -141,7 +142,7 @@ def _validate_capturing(descriptor: Any, *, module_changed: bool = False) -> Non
     if _capturing_enabled:
         return
     problem = f"Descriptor {descriptor} has no graph"
-    step = "Capture this graph before you disable captures"
+    step = "Capture its graph before you disable captures"
     if module_changed:
         problem = "The module was moved, or switched between training and evaluation, after the "
         problem += f"capture of {descriptor}"
@@ -228,7 +229,8 @@ class GraphWrapper:
             replay overwrites the result.
 
         Raises:
-            CaptureError: The key is new or its module has changed, and captures are disabled.
+            CaptureError: Captures are disabled, but the key has no graph, or the module has changed
+                since the graph was captured.
             WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) the address
                 of a tensor has changed since the capture.
             NoForwardContextError: There is no forward context, and the rules require a context.
@@ -269,8 +271,8 @@ class GraphWrapper:
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
                 f"after the capture of {descriptor}. After each such change, every key is "
-                "captured again. Move or switch the module before the first capture. Warned once "
-                "per wrapper.",
+                "captured again. Move or switch the module before the first capture. This warning "
+                "is issued once per wrapper.",
                 ChurnWarning,
                 stacklevel=3,
             )
@@ -282,7 +284,7 @@ class GraphWrapper:
         inner = self.unwrap()
         if not self.rules.guards_module or not isinstance(inner, torch.nn.Module):
             return None
-        return Guard("cpu", [inner])  # ignores the autocast state of devices
+        return Guard("cpu", [inner])  # any device type: autocast is not compared
 
     def _context_is_available(self) -> bool:
         return forward_context_is_available()
