@@ -688,6 +688,21 @@ def test_outcomes_reach_a_policy_that_learns(runner_module, clock, monkeypatch):
     assert tried(runner.execute_model(3, 3, 1)) == ("NONE", 3)
 
 
+@pytest.mark.parametrize(("pace", "interval"), [(3, 3), (0, 1), ("fast", 1), (None, 1)])
+def test_a_policy_sets_the_interval_of_measurements(
+    runner_module, clock, monkeypatch, pace, interval
+):
+    """An invalid pace is a fault of the policy, and stops no step of the engine."""
+    monkeypatch.setattr(Learner, "pace", 1, raising=False)
+    ask(monkeypatch, "vllm")
+    runner = first_of(runner_module)
+    core = runner.cudagraph_dispatcher.controller.core
+    core.policy.pace = pace  # an invalid pace would be refused at startup
+    for _ in range(timing.SAMPLE_EVERY * interval + 1):
+        runner.execute_model(3, 3, 1)
+    assert [one.step for one in core.policy.told] == [1, 1 + timing.SAMPLE_EVERY * interval]
+
+
 def test_a_pass_that_raises_is_not_measured(runner_module, clock, monkeypatch):
     def fails(self, *args):
         raise RuntimeError("out of memory")

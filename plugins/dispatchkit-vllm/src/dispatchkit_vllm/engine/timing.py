@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import attrs
@@ -154,9 +156,8 @@ class StepTimer:
         decision = answer.decision
         if not decision.one_shot and self._step < self._due:
             return
-        self._due = self._step + SAMPLE_EVERY * max(
-            1, int(getattr(self._dispatcher.policy, "pace", 1))
-        )
+        with _warnings_logged():
+            self._due = self._step + SAMPLE_EVERY * self._dispatcher.pace
         clock = self._clock
         queued = clock.is_busy()
         start, end = self._spare.pop() if self._spare else (clock.new_mark(), clock.new_mark())
@@ -194,7 +195,7 @@ class StepTimer:
                 step=done.step,
             )
             try:
-                with warnings.catch_warnings(record=True) as caught:
+                with _warnings_logged():
                     self._dispatcher.observe(outcome)
             except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
                 log.warning(
@@ -203,6 +204,13 @@ class StepTimer:
                     type(error).__name__,
                     error,
                 )
-                continue
-            for warning in caught:
-                log.warning("%s", warning.message)
+
+
+@contextmanager
+def _warnings_logged() -> Iterator[None]:
+    """Write warnings to vLLM's log, even if the process turns warnings into errors."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield
+    for warning in caught:
+        log.warning("%s", warning.message)
