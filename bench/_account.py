@@ -147,7 +147,7 @@ class Parts:
             "the launch": launched,
             "+ get the current stream": on_stream,
             "+ acquire the lock": locked,
-            "+ look up the table's row": looked_up,
+            "+ look up the cell in the dispatch table": looked_up,
             "+ check autocast, modules, values and stream": guarded,
             "+ reset stale rows beyond the batch": cleaned,
             "+ update the counters, and compare values in every 16th step": counted,
@@ -207,7 +207,7 @@ class Parts:
             "the launch": launched,
             "+ compare the addresses of the inputs": addressed,
             "+ check the inputs": checked,
-            "+ get the stream, acquire the lock, look up the table's row": locked,
+            "+ get the stream, acquire the lock, look up the cell in the dispatch table": locked,
             "+ check the guards and update the counters; from here on, the plan performs all "
             "operations": planned,
             "the same operations, performed by dispatcher and plan": dispatched,
