@@ -72,9 +72,7 @@ class CaptureAttempt:
                 else:
                     self._begin_by(self._begin)
             except RuntimeError as error:
-                self._state = _State.OVER
-                abandon(self.graph, self._stream.device_index, self.handle)
-                self._pool.start_anew()
+                self._give_up()
                 failure = error
             else:
                 self._state = _State.OPEN
@@ -94,7 +92,11 @@ class CaptureAttempt:
             failure: The exception raised by the callable, or None.
             may_be_empty: Whether to suppress torch's warning about an empty graph.
         """
-        if self._state is _State.OVER:
+        if self._state is _State.NEW or self._state is _State.OVER:
+            self._state = _State.OVER
+            return failure
+        if self._state is _State.BEGINNING and not torch.cuda.is_current_stream_capturing():
+            self._give_up()
             return failure
         try:
             if failure is None and not may_be_empty:
@@ -121,11 +123,23 @@ class CaptureAttempt:
         """End an unfinished capture after a signal handler raised in a method of this class."""
         if self._state is _State.NEW or self._state is _State.OVER:
             return
-        if torch.cuda.is_current_stream_capturing():
+        if self._state is _State.BEGINNING or torch.cuda.is_current_stream_capturing():
             self.end(interrupt)
         elif self.handle is not None:
             self._state = _State.OVER
             self._discard()
+
+    def _give_up(self) -> None:
+        """Keep a graph whose capture did not begin.
+
+        If a signal handler raised while torch registered a generator with the graph, the destructor
+        of the graph would abort the process.
+        """
+        self._state = _State.OVER
+        with self._pool.guard:
+            if self.handle is not None:
+                abandon(self.graph, self._stream.device_index, self.handle)
+                self._pool.start_anew()
 
     def _close_voided(self) -> None:
         state = repair(
