@@ -175,7 +175,7 @@ class GraphBackend(Protocol):
         ...
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes that the pool currently reserves; 0 if no graph uses it."""
+        """Return the bytes that the pool currently reserves; 0 if no graph or tensor uses it."""
         ...
 
     # -- graphs -------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class _CollectorHold:
         self._was_enabled = False
 
     def enter(self, holder: object) -> None:
-        """Disable the collector for a holder."""
+        """Disable the collector for the capture that ``holder`` identifies."""
         with self._guard:
             if not self._holders:
                 self._was_enabled = gc.isenabled()
@@ -170,11 +170,12 @@ def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
 
 
 def run_between_captures(device: str, run: Callable[[], _T]) -> _T:
-    """Run a function that waits for streams while no other thread captures on the device.
+    """Run a function while no other thread captures on the device.
 
-    Waiting for a stream that is capturing would break the capture.
+    The function may wait for streams. Waiting for a stream that is capturing would break the
+    stream's capture.
     """
-    if _thread.device or _thread.paused:  # this thread's capture excludes others already
+    if _thread.device or _thread.paused:  # this thread's capture already excludes others
         return run()
     with _lock_of(device):
         return run()

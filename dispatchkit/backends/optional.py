@@ -315,7 +315,7 @@ class SleepingBackend(Protocol):
         ...
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call a function whose new tensors are allocated from a pool, and return its result."""
+        """Call a function, allocating its new tensors from a pool, and return its result."""
         ...
 
     def sleep(self, pools: Sequence[Any]) -> int:

@@ -67,7 +67,7 @@ class CudaBackend:
         device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None for the current device.
         capture_error_mode: Which calls the driver allows during a capture: ``"thread_local"``,
             ``"global"`` or ``"relaxed"``, as for ``torch.cuda.graph``. Unlike ``"global"``,
-            ``"thread_local"`` allows other threads to copy, allocate and query events.
+            ``"thread_local"`` allows other threads to query events, allocate memory and copy data.
         refuse_host_syncs: Whether to refuse calls that wait for the device, with an error that
             names the call, before the driver invalidates the capture. Set this to False only for
             functions that fail under a dispatch mode; functions wrapped in torch.compile work under
@@ -233,7 +233,7 @@ class CudaBackend:
         return CudaPool()
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes that the pool currently reserves; 0 if no graph uses it.
+        """Return the bytes that the pool currently reserves; 0 if no graph or tensor uses it.
 
         Unless a capture is running, this call first frees the memory that torch keeps for unused
         pools. Freeing synchronizes with the device, so do not call this method in every step.
@@ -258,7 +258,7 @@ class CudaBackend:
         return SleepingPool(load_allocator())
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call a function whose new tensors are allocated from a pool, and return its result."""
+        """Call a function, allocating its new tensors from a pool, and return its result."""
         made: _T = pool.allocate(make, self._index)
         return made
 
@@ -461,7 +461,7 @@ class CudaBackend:
                     watch.raise_swallowed_error()
             except BaseException as error:  # noqa: BLE001 - raised below, after the capture has ended
                 failure = error
-            make_current(stream)  # the callable may have changed it
+            make_current(stream)  # the callable may have changed the current stream
             failure = attempt.end(failure)
         except BaseException as interrupt:  # raised by a signal handler
             attempt.close(interrupt)

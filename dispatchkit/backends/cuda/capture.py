@@ -120,7 +120,7 @@ class CaptureAttempt:
         return failure
 
     def close(self, interrupt: BaseException) -> None:
-        """End an unfinished capture after a signal handler raised in a method of this class."""
+        """End an unfinished capture after an exception from a signal handler."""
         if self._state is _State.NEW or self._state is _State.OVER:
             return
         if self._state is _State.BEGINNING or torch.cuda.is_current_stream_capturing():

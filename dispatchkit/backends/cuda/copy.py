@@ -36,7 +36,7 @@ import torch
 from dispatchkit.backends.cuda.driver import DriverCallError, driver_library
 from dispatchkit.backends.optional import CopyRegion
 
-#: Capacities of the kernels for host data, in bytes. CUDA limits the parameters of a kernel to
+#: Capacities for host data in bytes, one per kernel. CUDA limits the parameters of a kernel to
 #: 32,764 bytes in all.
 CAPACITIES = (16, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
 #: Maximum number of inputs of a node.
@@ -324,5 +324,5 @@ def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> i
         return f"the first node of the graph cannot be read: CUDA error {code}"
     # No other kernel may receive this kernel's arguments.
     if params.function != function.value:
-        return "the graph begins with a different kernel"
+        return "the graph begins with a kernel other than the copy kernel"
     return node.value or 0

@@ -25,9 +25,11 @@ import torch
 from dispatchkit.backends.cuda.streams import UseStream
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
 
-# Only one exchange may run at a time, because threads share the default generators.
+# Only one thread at a time may replace a default generator's state, because threads share the
+# generators.
 _lock = threading.Lock()
-# Whether torch registers the default generator; empty before the first exchange.
+# Whether the beginning of a capture registers the default generator; empty until the first capture
+# shows it.
 _registers: dict[str, bool] = {}
 
 

@@ -2,10 +2,10 @@
 
 These graphs read their seed and offset from device memory, which torch writes on the current stream
 before each launch. torch does not order launches on different streams. Up to torch 2.11, all graphs
-of a generator share this memory, and the beginning of a capture also writes it. In torch 2.13, each
-graph has its own memory, but replays of the same graph share it. Without further ordering, a launch
-could read the values of another launch or capture, and repeat numbers or use an old seed.
-Therefore, this module runs these launches and captures one after the other.
+that draw from the same generator share this memory, and the beginning of a capture also writes it.
+In torch 2.13, each graph has its own memory, but replays of the same graph share it. Without
+further ordering, a launch could read the values of another launch or capture, and repeat numbers or
+use an old seed. Therefore, this module runs these launches and captures one after the other.
 
 Eager operations receive the seed and offset as kernel arguments, so they need no ordering. Graphs
 captured by other code are not ordered.
@@ -52,7 +52,8 @@ class DrawOrder:
 
         Raises:
             ReplayError: The current stream is capturing. A capturing stream cannot wait for work
-                outside the capture, and the seed and offset would become part of the graph.
+                outside the capture, and the seed and offset would become part of the graph being
+                captured.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ReplayError(

@@ -16,9 +16,10 @@ MAX_ENDED: Final = 64
 class IdleMemory:
     """A record of the memory that torch keeps for pools without graphs.
 
-    In addition to device memory, torch keeps 48 KB of host memory per pool, even if the pool has no
-    pinned memory. torch's pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11
-    to 2.13) frees this memory only together with its entire cache.
+    A pool ends when its last graph is destroyed. In addition to device memory, torch keeps 48 KB of
+    host memory per pool, even if the pool has no pinned memory. torch's pinned-memory allocator
+    (ATen/core/CachingHostAllocator.h of torch 2.11 to 2.13) frees this memory only together with
+    its entire cache.
 
     Attributes:
         is_there: Whether a pool has ended since ``free`` last succeeded.
@@ -30,7 +31,7 @@ class IdleMemory:
         self.num_ended: int = 0
 
     def note_end(self) -> None:
-        """Record that a pool has ended, because its last graph was destroyed."""
+        """Record that a pool has ended."""
         self.is_there = True
         self.num_ended += 1
 

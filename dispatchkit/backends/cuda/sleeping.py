@@ -155,7 +155,7 @@ class SleepingPool(CudaPool):
         return [segment for segment in found if segment["device"] == device_index]
 
     def allocate(self, make: Callable[[], _T], device_index: int) -> _T:
-        """Call a function whose new tensors are allocated from the pool, and return its result."""
+        """Call a function, allocating its new tensors from the pool, and return its result."""
         with torch.cuda.use_mem_pool(self._pools[self._handle], device_index):
             return make()
 
