@@ -1,4 +1,4 @@
-"""The distributions that provide names outside the core.
+"""Map policies, commands and other names to the distributions that provide them.
 
 Elsewhere in the core, only docstrings and comments name dispatchkit's plugins. This file names the
 default policy and, for installation hints, the distributions of plugins. ``load_attribute`` imports

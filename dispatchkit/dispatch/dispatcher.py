@@ -5,15 +5,15 @@ policy decides on first use of a cell. Changes, such as the capture of a graph, 
 whose decisions they could affect. If the cell is filled, ``dispatch`` costs four sign tests, four
 list lookups and one comparison. Four techniques avoid further branches on this hot path:
 
-* An empty cell holds ``EMPTY``, whose limit of -1 requests every batch exceeds. Empty cells and
+* An empty cell holds ``EMPTY``, whose limit on the number of requests is -1. Empty cells and
   batches with too many requests therefore fail the same comparison.
-* If a batch has more requests than the decision in its cell allows, its decision is in a separate
-  dictionary.
+* If a batch has more requests than the decision in its cell allows, the decision for this batch is
+  in a separate dictionary.
 * An unused row is an empty tuple. Indexing it, or indexing a list beyond its end, raises
   IndexError.
 * While a one-shot decision waits for the next step, its cell is empty. That step therefore uses the
   cold path, which returns the one-shot decision. After the last one-shot decision, the cold path
-  restores the steady decision of the cell.
+  restores the cell's steady decision, which serves all other steps.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Dispatcher:
                 if decision is not EMPTY:
                     return self._by_reqs[ceiling, uniform, loras, num_tokens][num_reqs]
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
-            pass  # an unused row, a batch too large for the table or an invalid type; handled below
+            pass  # no stored decision, or an argument of an invalid type; handled below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def redispatch(
@@ -214,8 +214,9 @@ class Dispatcher:
     ) -> Decision:
         """Empty the cell of a batch, and return a new decision.
 
-        Normally, changes such as the release of a graph empty the affected cells. If a change is
-        interrupted, some cells keep outdated decisions. This method replaces such a decision.
+        Normally, changes such as the release of a graph empty the affected cells. If an exception
+        interrupts a change, some cells may keep outdated decisions. This method replaces such a
+        decision.
 
         Raises:
             DescriptorError, NoGraphError, PolicyError: As for ``dispatch``.
@@ -231,10 +232,10 @@ class Dispatcher:
 
         Engines can index the row instead of calling ``dispatch`` for each step. An entry holds for
         batches of up to ``entry.max_num_reqs`` requests. For all other batches, call ``dispatch``,
-        which fills the row. ``entry.max_num_reqs`` is -1 if the cell has no decision or a one-shot
-        decision is waiting. Do not index with a negative number of tokens. A number above the
-        configured ``max_num_tokens`` raises IndexError or, in very large tables, returns an entry
-        whose ``max_num_reqs`` is -1.
+        which also fills empty cells. ``entry.max_num_reqs`` is -1 if the cell has no decision or a
+        one-shot decision is waiting. Do not index with a negative number of tokens. A number above
+        the configured ``max_num_tokens`` raises IndexError or, in very large tables, returns an
+        entry whose ``max_num_reqs`` is -1.
 
         The row is kept up to date until a swap, which replaces all rows.
 
@@ -352,7 +353,7 @@ class Dispatcher:
             self._record_fault(fault)
 
     def update(self, update: CellUpdate) -> None:
-        """Apply an update of a policy to the table.
+        """Apply a policy's update to the table.
 
         An update does one of the following:
 

@@ -31,8 +31,7 @@ class Epoch:
         proposal: The policy, its configuration and its keys.
         graphs: The policy's view of the registry.
         table: The decisions made so far.
-        first_revision: First revision of this policy's decisions; decisions with smaller revisions
-            belong to earlier policies.
+        first_revision: Decisions with smaller revisions are from earlier policies.
     """
 
     proposal: Proposal

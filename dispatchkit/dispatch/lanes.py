@@ -172,7 +172,9 @@ def lanes_by_key(
             raise PolicyError(name, "lanes_for_key", problem, origin=origin) from error
         faults = [fault for one in lanes if (fault := lane_fault(one, num_lanes))]
         if faults or not lanes:
-            problem = f"returned no lane for {key}; return at least one index."
+            problem = (
+                f"returned no lane for {key}; return at least one index ({_indices(num_lanes)})."
+            )
             if faults:
                 problem = f"{faults[0]} The key is {key}."
             raise PolicyError(name, "lanes_for_key", problem, origin=origin, value=lanes)

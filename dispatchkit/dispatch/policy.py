@@ -130,7 +130,7 @@ class GraphView:
 
 
 class Policy(Protocol):
-    """An object that decides how batches run, without using the device.
+    """An object that decides, without using the device, how batches run.
 
     ``decide`` is called once per cell of the dispatcher's table, on a cold path. The decision stays
     in the table until something changes that could affect it, such as the state of a graph. The

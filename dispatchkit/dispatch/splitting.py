@@ -21,7 +21,7 @@ def greedy_parts(
     """Split a batch into parts that fill their graphs, and one part for the remaining rows.
 
     All filled graphs have the same size, the largest that does not exceed the batch. The last graph
-    is the smallest that covers the remaining rows. Only graphs that can run now are used. This rule
+    is the smallest that covers the remaining rows. Only graphs that can run now are used. The split
     minimizes launches, not padding.
 
     Args:

@@ -2,8 +2,8 @@
 
 A cell is identified by the code of the allowed modes, the query class, the variant and the number
 of tokens. The variant is the number of adapters or, with axes, a number computed from adapters and
-buckets. Cells are filled on first use, and a row is created with its first cell. Rows are lists
-indexed by the number of tokens; in tables of more than a million cells, they are bounded dicts.
+buckets. Rows are created, and cells are filled, on first use. Rows are lists indexed by the number
+of tokens; in tables of more than a million cells, they are bounded dicts.
 
 Writers hold the dispatcher's lock. Readers of a row need no lock, because rows are changed only by
 single list or dict operations, which are atomic.
@@ -57,8 +57,8 @@ class Table:
             raises IndexError.
         waiting: One-shot decisions by cell, in the order of use. While a cell has such decisions,
             its row entry is ``EMPTY``, so that the next step uses the cold path.
-        steady: Steady decisions of cells with waiting one-shot decisions, restored after the last
-            one-shot decision.
+        steady: Steady (not one-shot) decisions of cells with waiting one-shot decisions, restored
+            after the last one-shot decision.
         by_reqs: Decisions for more requests than the cell's decision allows, by cell and number of
             requests.
     """
