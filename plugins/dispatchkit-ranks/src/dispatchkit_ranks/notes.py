@@ -94,8 +94,9 @@ class Notes:
         text = json.dumps(attrs.asdict(note))
 
         def write() -> None:
-            self._store.set(self._key("stop", self._me), text)
+            # First, so that a rank that finds the note also finds that a rank has stopped.
             self._store.set(_STOPPED, "1")
+            self._store.set(self._key("stop", self._me), text)
 
         self._call_with_limit(_call_limit(0) if seconds is None else seconds, write)
 
