@@ -30,8 +30,9 @@ LaunchCall = Callable[[Any, Any], int | None]
 class RehearsingBackend(Protocol):
     """A backend that measures the memory of a capture in advance.
 
-    Without this protocol, memory budgets use the memory of the first warmup as an estimate. A graph
-    that turns out to exceed the budget is evicted after its capture.
+    Without this protocol, memory budgets estimate the memory of a graph from the peak memory of the
+    first warmup, scaled to the size of the graph. A graph that turns out to exceed the budget is
+    released after its capture.
     """
 
     def rehearse(
@@ -139,7 +140,7 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def num_plain_operations(self) -> int:
-        """Number of operations captured from torch.compile functions that ran uncompiled."""
+        """Number of operations captured uncompiled from functions wrapped in torch.compile."""
         ...
 
 
@@ -265,7 +266,8 @@ class SegmentingBackend(Protocol):
             draws: Whether the callable may draw random numbers.
 
         Raises:
-            CaptureError: As for ``GraphBackend.capture``. All graphs of the callable are released.
+            CaptureError: As for ``GraphBackend.capture``. The graphs of all segments of this
+                capture are released.
         """
         ...
 

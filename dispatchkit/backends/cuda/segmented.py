@@ -1,7 +1,8 @@
 """Capture a callable in segments, with breaks within one call.
 
-The watch stays on the thread's mode stack, because the callable may be inside its own modes at a
-break. Between segments, the watch is paused.
+The watch is a torch dispatch mode. At a break, modes that the callable entered may be above the
+watch on the thread's mode stack. The watch therefore stays on the stack between segments, and is
+paused.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class CudaSegments:
             handled: The exception that the caller was handling, or None.
 
         Raises:
-            CaptureError: The capture failed, or the callable returned with an open segment. All
-                graphs of the callable are released.
+            CaptureError: The capture failed, or the callable returned with an open segment. The
+                graphs of all segments of this capture are released.
         """
         failure: BaseException | None = None
         try:

@@ -162,7 +162,7 @@ class SleepingPool(CudaPool):
     def sleep(self, device_index: int) -> int:
         """Release the memory of the pool; return the number of bytes.
 
-        No work in flight may use this memory.
+        Call this method only if no work in flight uses this memory.
         """
         segments = self.segments(device_index)
         # Set first, so that wake() maps the memory even if a signal interrupts this method.

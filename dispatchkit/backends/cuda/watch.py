@@ -133,7 +133,7 @@ class CaptureWatch(OperationMode):
 
     @property
     def num_plain_operations(self) -> int:
-        """Number of operations in functions wrapped in torch.compile that ran uncompiled."""
+        """Number of operations that ran uncompiled in functions wrapped in torch.compile."""
         return 0 if self._calls is None else self._calls.num_plain
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:

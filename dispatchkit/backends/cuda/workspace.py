@@ -48,8 +48,8 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
     with torch.cuda.use_mem_pool(pool, stream.device_index):
         torch.cuda.current_blas_handle()  # allocates the cuBLAS workspace
         if _may_multiply():
-            # The first product with a one-dimensional bias uses cuBLASLt and allocates its
-            # workspace.
+            # Products with a one-dimensional bias use cuBLASLt. The first of them allocates the
+            # cuBLASLt workspace.
             square = torch.zeros(16, 16, device=torch.device("cuda", stream.device_index))
             torch.addmm(square[0], square, square)
 

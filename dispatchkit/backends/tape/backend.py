@@ -3,8 +3,11 @@
 As on a device, addresses are fixed, and Python code runs only during the capture. A capture refuses
 calls that wait for the device, and the error names the call. Replays draw the same random numbers
 as eager runs. A capture changes no tensors or generators outside the graph, even if it fails.
-Tensors that the callable stores stay alive, outputs contain poison (such as NaN) until the first
-replay, and intermediates share the memory of a pool.
+Tensors that user code still references after the capture stay alive, outputs contain poison (such
+as NaN) until the first replay, and intermediates share the memory of a pool.
+
+A *deferred* tape, created with a seed (``scheduler``), queues work on streams, so that missing
+waits cause wrong results.
 
 Differences from a device: A capture runs the operations and then undoes their effects. A graph
 keeps alive the memory of all tensors that it reads or writes. ``tensor.to("cpu")`` is not refused,
@@ -210,7 +213,7 @@ class TapeBackend:
         return self.new_pool()
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call a function whose new tensors will sleep with the pool, and return its result."""
+        """Call a function, adding its new tensors to a pool, and return its result."""
         with NewTensors() as made:
             result = make()
         pool.adopt(made.tensors)
@@ -294,7 +297,8 @@ class TapeBackend:
         Functions wrapped in torch.compile run eager, regardless of ``compiled``.
 
         Raises:
-            CaptureError: As for ``capture``. All graphs of the callable are released.
+            CaptureError: As for ``capture``. The graphs of all segments of this capture are
+                released.
         """
         handled = sys.exception()
 

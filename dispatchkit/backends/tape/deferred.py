@@ -2,16 +2,16 @@
 
 Inside ``use_stream`` of a deferred tape, tensor operations are queued on the stream, as on a
 device. Shapes are known immediately, but data is computed when the scheduler advances the stream.
-Until then, new tensors contain poison. Missing waits therefore cause wrong results: code that reads
-a result too early gets poison or old data, and code that overwrites an input too early corrupts the
-result.
+Until then, new tensors contain poison (such as NaN). Missing waits therefore cause wrong results:
+code that reads a result too early gets poison or old data, and code that overwrites an input too
+early corrupts the result.
 
 These operations are not deferred:
 
 - views and allocations without initialization, which read no data;
 - operations without tensor arguments (zeros, arange), whose results no other stream can use yet;
-- operations that draw random numbers, because generators advance in host order (the queued work of
-  the stream runs first);
+- operations that draw random numbers, because generators advance in submission order (the queued
+  work of the stream runs first);
 - operations whose result shape depends on data (the host waits for the stream, as on a device);
 - operations without a meta kernel, higher-order operators, and operations that write some of their
   arguments but may also resize them or return new tensors (the host waits for the stream).

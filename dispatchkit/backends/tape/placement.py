@@ -68,7 +68,7 @@ def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) ->
     Args:
         steps: The operations in replay order.
         sizes: Size in bytes of each storage to place, by identity. Other storages are ignored.
-        segment_sizes: Sizes in bytes of the existing segments, which are free.
+        segment_sizes: Sizes in bytes of the existing segments, all of which are treated as free.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -21,10 +21,10 @@ class TapePool:
     """Memory shared by graphs that never run concurrently.
 
     The intermediates of all graphs share the same segments, so a replay overwrites the
-    intermediates of the other graphs. On a device, a graph's outputs, and tensors that user code
-    stores during its capture, may be in memory that earlier graphs use for intermediates. A replay
-    therefore also overwrites the outputs and stored tensors of graphs captured after the replayed
-    graph, but not those of graphs captured before it.
+    intermediates of the other graphs. On a device, tensors that outlive a capture (its outputs, and
+    tensors that user code still references) may be in memory that earlier graphs use for
+    intermediates. The replay of a graph therefore also overwrites such tensors of later captures,
+    but not of earlier captures.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class TapePool:
             self._adopted += [StorageWeakRef(one.untyped_storage()) for one in tensors]
 
     def sleep(self) -> int:
-        """Put the pool to sleep, and return the bytes released."""
+        """Put the pool to sleep, and return the bytes that a device would release."""
         num_bytes = 0 if self.is_asleep else self.reserved_bytes
         self.is_asleep = True
         return num_bytes

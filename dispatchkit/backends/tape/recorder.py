@@ -130,7 +130,7 @@ class Recorder(OperationMode):
     def kept(self) -> set[int]:
         """Return the identities of the storages that outlive the capture.
 
-        They belong to outputs and to tensors that user code stores.
+        They belong to outputs, and to other tensors that user code still references.
 
         Call this method only after the callable has returned. The recorder holds one reference to
         each storage, so any further reference belongs to other code.
