@@ -1,4 +1,4 @@
-"""Models for measurements: functions that return a runner.
+"""Functions that return runners of models, for measurements.
 
 ``dispatchkit calibrate`` accepts functions of this kind by name, as ``module:function``.
 """

@@ -1,4 +1,4 @@
-"""Generate requests from a step trace: the tokens and positions of each step.
+"""Generate the requests behind a step trace, with the tokens and positions of each step.
 
 A step trace contains the numbers of tokens and requests of each step, but not the requests
 themselves. The demo generates requests deterministically:

@@ -1,4 +1,4 @@
-"""Allocate cuBLAS workspaces from separate memory pools.
+"""Allocate the cuBLAS workspaces of each captured stream from a separate memory pool.
 
 torch allocates two workspaces for each combination of a thread's cuBLAS handle and a stream: one
 for cuBLAS, and one for cuBLASLt, which computes matrix products with a bias

@@ -1,4 +1,4 @@
-"""Addresses and values that are built into a graph, by name.
+"""Addresses and values that are built into a graph, with their names.
 
 They are recorded at a capture in check mode and compared in each checked step. If static inputs,
 parameters or buffers have moved, the graph is wrong even if its results look right. Other

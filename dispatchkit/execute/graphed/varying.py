@@ -1,4 +1,4 @@
-"""Find dimensions that vary besides the batch, such as a sequence length, and test padding them.
+"""Find varying dimensions other than the batch, and test whether padding changes results.
 
 The calls of a family differ only in sizes. A dimension varies if its size differs between two of
 these calls. Varying dimensions form one axis if, in every call, all of them have the same size.

@@ -1,4 +1,4 @@
-"""Launch the graph of a captured step directly through the runtime."""
+"""Launch the graph of a captured step directly instead of calling ``replay``."""
 
 from __future__ import annotations
 
