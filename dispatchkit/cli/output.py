@@ -99,7 +99,7 @@ def progress() -> Iterator[ShowProgress]:
 
 
 def short_origin(origin: Origin) -> str:
-    """Return an origin as distribution and version, if known."""
+    """Return an origin's distribution and version; without a distribution, its full text."""
     if origin.distribution is None:
         return str(origin)
     return " ".join(filter(None, (origin.distribution, origin.version)))

@@ -1,6 +1,6 @@
 """A small decoder with a key/value cache.
 
-Decode steps (FULL) are captured as one graph. Mixed steps (PIECEWISE) are captured in segments;
+A decode step (FULL) is captured as one graph. A mixed step (PIECEWISE) is captured in segments, and
 attention runs eager between them.
 
 All shapes depend only on the number of tokens, not on the values of positions or slots, so
@@ -288,6 +288,6 @@ def _rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of features, one from each half, by the angles of their position."""
+    """Rotate feature pairs, one from each half of a head, by the angles of the token's position."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -21,7 +21,7 @@ from dispatchkit.options import RunnerOptions
 
 __all__ = ["decoder", "mlp"]
 
-#: Capture sizes for a serving loop, closer together at frequent batch sizes.
+#: Default capture sizes on a GPU. The distance between sizes grows with the size.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _TAPE_SIZES = (1, 2, 4, 8, 16)
 
@@ -123,7 +123,7 @@ def mlp(
 
 def _config(**fields: Any) -> DispatchConfig:
     with warnings.catch_warnings():
-        # Sizes may end below max_num_tokens, so that eager steps above them can be measured.
+        # Capture sizes may end below max_num_tokens, so that larger, eager steps can be measured.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(**fields)
 

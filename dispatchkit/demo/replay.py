@@ -141,7 +141,7 @@ def run_demo(
     trace_name, rows = _read(options.trace, options.steps)
     shape = options.shape or (CUDA_SHAPE if device.type == "cuda" else TAPE_SHAPE)
     most = min(MAX_SLOTS, max(rows.column("num_reqs")))
-    # A power of two, so that the default capture sizes include a FULL graph for every decode step.
+    # A power of two, so that the default capture sizes provide a FULL graph for every decode step.
     num_slots = max(MIN_SLOTS, 1 << (most - 1).bit_length())
     shape = attrs.evolve(shape, num_slots=num_slots)
     traffic = plan_traffic(rows, num_slots=num_slots, cache_len=shape.cache_len, vocab=shape.vocab)
@@ -278,7 +278,7 @@ class _Pair:
         )
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run eager and dispatched steps of padding rows, at the smallest and the largest size."""
+        """Run eager and dispatched steps of padding rows: of 1 row and of ``num_tokens`` rows."""
         shape = self.decoder.shape
         for size in {1, num_tokens}:
             zeros = torch.zeros(size, dtype=torch.int64, device=self.device)
@@ -353,7 +353,7 @@ class _Pair:
         return tuple(sorted(rows, key=lambda row: -row.steps))
 
     def batch1(self, *, rounds: int = 5) -> Batch1:
-        """Return the times of decoding a single request in slot 0; this overwrites the caches."""
+        """Return the times of decoding a single request; this overwrites slot 0 of both caches."""
         calls = min(self.decoder.shape.cache_len, 100 if self.device.type == "cuda" else 20)
         one = torch.tensor([1], dtype=torch.int64, device=self.device)
         slot = torch.zeros_like(one)
@@ -399,7 +399,7 @@ def _uniform(config: DispatchConfig, query_len: int) -> int:
 
 
 def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
-    """Return the mode and padded tokens of the single step between two readings of the stats."""
+    """Return the mode and the padded size of the only step between two readings of the stats."""
     mode = next(
         mode for mode, count in after.steps_by_mode.items() if count > before.steps_by_mode[mode]
     )
@@ -416,7 +416,7 @@ def _eager_reasons(before: RunnerStats, after: RunnerStats) -> dict[str, int]:
 
 
 def _compare(actual: torch.Tensor, expected: torch.Tensor) -> tuple[bool, float]:
-    """Return whether two results are within the tolerance, and their largest difference."""
+    """Return whether two results agree within the tolerance, and their largest difference."""
     if actual.shape != expected.shape:
         return False, float("nan")
     if expected.numel() == 0:

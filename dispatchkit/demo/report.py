@@ -35,7 +35,7 @@ class KindTimes:
 
 @attrs.frozen(kw_only=True)
 class Difference:
-    """A step whose results differ from those of the eager run.
+    """A step whose results differ from those of the eager run by more than the tolerance.
 
     Attributes:
         step: Number of the step, from 0.
@@ -80,7 +80,9 @@ class Comparison:
 
 @attrs.frozen(kw_only=True)
 class Batch1:
-    """Times of decoding a single request, where launch overhead is largest.
+    """Times of decoding a single request.
+
+    Launch overhead matters most in such small steps.
 
     Attributes:
         eager_us: Time of an eager step in microseconds: the median of several means. Each mean is
@@ -112,7 +114,8 @@ class DemoReport:
         eager_reasons: Number of eager steps by reason.
         num_tokens: Number of tokens of all steps, before padding.
         padding: Number of padding tokens.
-        capture: Number of graphs, duration of the captures, memory in bytes, and failed captures.
+        capture: Number of graphs and their memory in bytes, duration of the captures, failed
+            captures, and whether captures were lazy.
         comparison: Comparison of dispatched and eager results.
         batch1: Times of decoding a single request.
         seconds: Duration of the run.
@@ -165,9 +168,10 @@ class DemoReport:
             "launches each kernel from Python. "
         )
         if self.batch1.mode == "NONE":
-            launches += "Here, a single request also runs eager when dispatched."
+            launches += "In this run, a single request also ran eager when dispatched."
         else:
-            launches += f"A single request takes {1 / self.batch1.ratio:.0%} of the eager time."
+            share = f"{1 / self.batch1.ratio:.0%}"
+            launches += f"When dispatched, a single request takes {share} of its eager time."
         limits = (
             "Steps with more tokens have longer kernels and gain less. PIECEWISE steps still "
             "launch attention from Python, and padding costs time."

@@ -41,7 +41,7 @@ class PlannedStep:
         tokens: Id of each token.
         positions: Position of each token in its request, from 0.
         slots: Cache slot of each token's request.
-        cut_tokens: Number of tokens that are omitted from the trace's step.
+        cut_tokens: Number of tokens of the trace's step that are omitted in this step.
     """
 
     num_reqs: int
@@ -161,7 +161,7 @@ def plan_traffic(
         slots: list[int] = []
         for request, count in zip(members, counts, strict=True):
             span = range(request.length, request.length + count)
-            # Any function that depends on both request and position is suitable.
+            # Token ids are arbitrary, but depend on both the request and the position.
             tokens += [(request.number * 7919 + position * 104_729) % vocab for position in span]
             positions += span
             slots += [request.slot] * count

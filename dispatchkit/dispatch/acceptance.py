@@ -37,8 +37,8 @@ class Proposal:
         origin: Source of the policy, for error messages.
         keys: The keys that the policy declares, in order. If the policy declares keys without axes,
             each key is repeated for every combination of axis buckets.
-        adds_axes: Whether axes are added to the policy's keys, because the policy declares keys
-            without axes.
+        adds_axes: Whether axes are added to the policy's keys: True if the configuration has axes,
+            but the policy's keys do not.
     """
 
     parts: PolicyParts

@@ -1,8 +1,8 @@
 """The protocol of cost models, and the cost of a decision.
 
-A cost model is any object that implements ``CostModel``. dispatchkit-plan measures cost models
-(``dispatchkit calibrate``), stores them in files, and includes models that were measured on an
-H100.
+A cost model is any object that implements ``CostModel``. dispatchkit-plan creates cost models from
+measurements (``dispatchkit calibrate``), stores them in files, and includes models that were
+measured on an H100.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StepCost:
 
         Args:
             model: Cost model that returns the times.
-            decision: The decision that the step received.
+            decision: The decision for the step.
             num_tokens: Number of tokens in the step; a step of 0 tokens costs nothing.
         """
         is_pieces = decision.mode is RuntimeMode.PIECEWISE

@@ -17,8 +17,8 @@ from dispatchkit.keys.modes import RuntimeMode
 class Reason(enum.StrEnum):
     """The reason for a decision; policies may define further reasons.
 
-    Reasons up to ``POLICY_ERROR`` come from the dispatcher and its policy, all others from the
-    executor.
+    Reasons after ``POLICY_ERROR`` come only from the executor, the others mainly from the
+    dispatcher and its policy.
     """
 
     HIT = "hit"
@@ -44,10 +44,10 @@ class Reason(enum.StrEnum):
     INSIDE_CAPTURE = "inside_capture"
     #: The replay failed before it had any effect.
     REPLAY_FAILED = "replay_failed"
-    #: An eager call between two segments returned a different structure, shape or Python value than
-    #: during the capture.
+    #: An eager call between two segments returned a different structure, shape, stride, type or
+    #: Python value than during the capture.
     CALL_DIFFERS = "call_differs"
-    #: The replay differed from the eager run, whose result was returned.
+    #: In check mode, the replay differed from the eager run, whose result was returned.
     CHECK_FAILED = "check_failed"
     #: The graph was captured under a different autocast state.
     AUTOCAST = "autocast"
@@ -73,13 +73,13 @@ class Reason(enum.StrEnum):
     OUTPUTS_NOT_JOINED = "outputs_not_joined"
     #: A weight, buffer or submodule has been replaced since the capture.
     WEIGHTS_REPLACED = "weights_replaced"
-    #: A value that the step's Python code reads has changed.
+    #: A value that the step's Python code reads has changed since the capture.
     VALUE_CHANGED = "value_changed"
-    #: Graphed calls: no tensor has a batch dimension.
+    #: Graphed calls: no tensor of the call has a batch dimension.
     NO_BATCH = "no_batch"
     #: The step computes gradients, or a graphed call requires them.
     GRADIENTS = "gradients"
-    #: Graphed calls: the tensors are on several devices.
+    #: Graphed calls: the tensors of the call are on several devices.
     SEVERAL_DEVICES = "several_devices"
     #: Graphed calls: a tensor is nested, sparse, quantized, on the meta device or of a subclass.
     TENSOR_KIND = "tensor_kind"

@@ -154,9 +154,9 @@ def test_a_wrong_cache_is_found_though_every_step_is_right(
 def test_a_request_on_a_gpu_is_described_by_the_mode_it_ran_in(report: DemoReport) -> None:
     """An eager request gains nothing, so no share of the eager time is given."""
     gpu = attrs.evolve(report, backend="cuda", batch1=attrs.evolve(report.batch1, ratio=4.0))
-    assert "A single request takes 25% of the eager time" in gpu.meaning()[1]
+    assert "When dispatched, a single request takes 25% of its eager time" in gpu.meaning()[1]
     eager = attrs.evolve(gpu, batch1=attrs.evolve(gpu.batch1, mode="NONE"))
-    assert "a single request also runs eager when dispatched" in eager.meaning()[1]
+    assert "a single request also ran eager when dispatched" in eager.meaning()[1]
 
 
 @pytest.mark.slow
