@@ -129,7 +129,7 @@ class Commands(TyperGroup):
         return made.get(name)
 
     def invoke(self, ctx: Any) -> None:
-        """Run a command; report interruptions as one line and an exit code."""
+        """Run a command; convert Ctrl-C and a closed output pipe to exit codes."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("always", category=CaptureSizeWarning)

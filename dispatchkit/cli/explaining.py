@@ -189,7 +189,8 @@ def _cost_model(settings: Settings) -> CostModel | None:
 def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> DispatchConfig:
     """Return the configuration for a batch.
 
-    Unless ``max_num_tokens`` is given, limits that are not given are raised to fit the batch.
+    Limits that are not given are raised to fit the batch. If ``max_num_tokens`` is given, only
+    ``max_loras`` is raised.
     """
     config = settings.dispatch_config(max_loras=loras)
     if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:

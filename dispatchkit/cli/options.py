@@ -87,7 +87,7 @@ def complete_modes(incomplete: str) -> list[str]:
     from dispatchkit.keys import CUDAGraphMode
 
     names = [name for name in CUDAGraphMode.__members__ if name.startswith(incomplete.upper())]
-    # Keep the typed case, because shells discard completions that differ from it.
+    # Keep the case of the typed text, because shells discard completions that do not start with it.
     return names if incomplete == incomplete.upper() else [name.lower() for name in names]
 
 

@@ -101,7 +101,7 @@ def _copy_results(result: Any, indices: tuple[int, ...], targets: tuple[Any, ...
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> CodeType:
-    """Compile source text; cached, because replay functions of several sizes often share it."""
+    """Compile source text; cached, because several replay functions often have the same text."""
     return compile(text, "<tape>", "exec")
 
 

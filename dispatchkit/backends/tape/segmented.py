@@ -28,7 +28,7 @@ class TapeSegments:
     """The segments of one recording.
 
     Args:
-        make_graph: Function that creates the graph of a recording.
+        make_graph: Function that creates a segment's graph from the recorder.
         generators: Random generators that the callable may draw from.
     """
 

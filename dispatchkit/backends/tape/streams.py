@@ -134,7 +134,7 @@ class TapeStream:
     """An in-order queue of work; handle 0 is the default stream.
 
     Attributes:
-        lock: Lock that serializes the replays of several threads on the stream.
+        lock: Lock that serializes the work of several threads on the stream.
         was_captured: Whether a capture has run on the stream.
         capturing_thread: ID of the thread that is capturing on the stream, or None.
     """
@@ -208,7 +208,7 @@ class TapeStream:
         self.wait_mark(stream.mark())
 
     def query(self) -> bool:
-        """Return without blocking whether all queued work is done."""
+        """Return whether all queued work is done, without blocking."""
         refuse_in_capture("Stream.query()", "it queries the device")
         return self.scheduler is None or self.scheduler.is_idle(self)
 
@@ -245,12 +245,12 @@ class TapeEvent:
             (stream or self._current()).wait_mark(self._mark)
 
     def query(self) -> bool:
-        """Return without blocking whether the work before the event is done."""
+        """Return whether all work before the event is done, without blocking."""
         refuse_in_capture("Event.query()", "it queries the device")
         return self._mark is None or self._mark.done
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event is done."""
+        """Block the host until all work before the event is done."""
         refuse_in_capture("Event.synchronize()")
         mark = self._mark
         if mark is not None and not mark.done and mark.stream.scheduler is not None:

@@ -54,8 +54,8 @@ class ThreadCounts:
 class _ForceEager:
     """A switch that makes compiled functions run eager while any thread requests it.
 
-    The setting is process-wide, so compiled functions called by other threads also run eager. A
-    capture warns if a request of another thread may have affected it.
+    The switch affects the whole process, so compiled functions called by other threads also run
+    eager. A capture warns if a request of another thread may have affected it.
 
     Attributes:
         num_begun: Total number of requests.
@@ -123,8 +123,8 @@ def force_eager() -> Iterator[None]:
 class Calls:
     """A counter of operations that run uncompiled in functions wrapped in torch.compile.
 
-    Dynamo calls compiled code through one more function than uncompiled code. The frame of this
-    function on the stack identifies operations of compiled code.
+    The stack contains a second function of Dynamo between a function's wrapper and its compiled
+    code. The frame of this second function identifies operations of compiled code.
 
     Args:
         outermost: ``id`` of the frame where the search of the stack ends. The frame is not kept
@@ -176,9 +176,9 @@ def _dynamo_files() -> frozenset[str | None]:
 def every_size_compiled() -> Iterator[None]:
     """Allow Dynamo to compile a function for every size that is warmed up.
 
-    With Dynamo's default limit of 8, a function without dynamic shapes would run eager from the
-    ninth size on, with only a log message. Dynamo's larger limit on all compilations of a function
-    still applies.
+    With Dynamo's default ``recompile_limit`` of 8, a function without dynamic shapes would run
+    eager from the ninth size on, with only a log message. Dynamo's ``accumulated_recompile_limit``,
+    which is larger, still applies.
     """
     if not dynamo_is_loaded():
         yield

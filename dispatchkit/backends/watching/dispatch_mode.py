@@ -221,8 +221,8 @@ class OperationMode(DispatchMode):
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and return its result.
 
-        In this method, ``sys._getframe(2)`` is the frame of the operation's caller, or of Dynamo's
-        wrapper around ``__torch_dispatch__``.
+        In this method, ``sys._getframe(2)`` is the frame of the operation's caller or, if
+        ``__torch_dispatch__`` is wrapped, of Dynamo's wrapper.
         """
         raise NotImplementedError
 

@@ -1,9 +1,8 @@
 """Detect calls that wait for the device, so that captures can refuse and name them.
 
 This requires two modes. A TorchDispatchMode recognizes operations by their tags. A
-TorchFunctionMode intercepts calls that copy to the host. On CPU tensors, these calls do not reach
-torch's dispatcher. On device tensors, intercepting them in torch's dispatcher would be too late,
-because the driver would have already invalidated the capture.
+TorchFunctionMode intercepts calls that copy to the host, because some of them, such as ``tolist``
+of a CPU tensor, do not reach a TorchDispatchMode.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dispatchkit.backends.capture_guard import HostSyncError
 
 _Tensor = torch.Tensor
 
-# Functions that, on a device, copy to the host and wait.
+# Functions with which the host reads tensors. On a device, most of them copy to the host and wait.
 SYNC_FUNCTIONS: dict[Any, str] = {
     getattr(_Tensor, name): f"Tensor.{name}"
     for name in (
@@ -117,7 +116,7 @@ def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
     if name in _READS_MASK:
         next_step = "Create torch.nn.TransformerEncoder with enable_nested_tensor=False."
         return HostSyncError(public, "the host reads the mask", next_step)
-    return HostSyncError(public, "the value or shape of its result depends on data")
+    return HostSyncError(public, "the host must read data to determine its result")
 
 
 class Watch(Protocol):
@@ -130,7 +129,7 @@ class Watch(Protocol):
     is_paused: bool
 
     def note_error(self, error: HostSyncError) -> None:
-        """Record a refused call, because the callable may catch the error."""
+        """Record a refused call, because the captured function may catch the error."""
         ...
 
 
