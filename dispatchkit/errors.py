@@ -351,7 +351,8 @@ class SwapError(DispatchkitError, RuntimeError):
     """A swap was refused; the policy and configuration in effect have not changed.
 
     Attributes:
-        failed: Mapping from each key without a graph, as text, to the reason.
+        failed: Mapping from the key of each missing graph, as text, to the reason why the graph is
+            missing.
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:

@@ -59,8 +59,8 @@ class BackgroundCapture:
         """Wait until the capture ends, and return its report.
 
         Args:
-            timeout: Maximum time to wait in seconds, after which the report so far is returned.
-                None waits without limit.
+            timeout: Maximum time to wait in seconds, after which the report so far is returned. By
+                default, the time is not limited.
         """
         self._thread.join(timeout)
         return self.report()

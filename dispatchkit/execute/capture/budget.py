@@ -61,7 +61,7 @@ class _ExceededBudget:
     Attributes:
         need: Required memory in bytes.
         limit: Allowed memory in bytes.
-        elsewhere: Bytes of ``need`` that evicting the pool would not free.
+        elsewhere: Bytes in use that releasing the lane's pool would not free.
         is_shared: Whether several runners share the budget.
     """
 
@@ -91,7 +91,7 @@ def _exceeded_budget(lane: Lane, limit: int | None, num_bytes: int) -> _Exceeded
 
 
 class OverBudgetError(CaptureError):
-    """A capture would exceed a memory budget; no graph was kept.
+    """A graph would exceed a memory budget, and was not kept.
 
     Attributes:
         fits_alone: Whether the graph would fit if its pool had no other graphs.
@@ -196,7 +196,7 @@ class MemoryBudget:
     Attributes:
         limits: Current limits of the runner.
         score: Function that returns the score of a graph; the graph with the lowest score is
-            evicted first. None uses ``limits.eviction``.
+            evicted first. If None, ``limits.eviction`` determines the score.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class MemoryBudget:
         return Admission(key, limit, self._lane, self._forecast, evict_others)
 
     def drop_pool(self) -> None:
-        """Release the shared outputs. If the pool has no graphs, also start a new pool."""
+        """Release the lane's shared outputs. If the pool has no graphs, also start a new pool."""
         self._lane.drop_outputs()
         group = self._lane.group
         if not group.num_graphs():

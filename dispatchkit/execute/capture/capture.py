@@ -112,10 +112,10 @@ class Capturer:
     def allows_turns(self, key: GraphKey) -> bool:
         """Return whether steps may run between the phases of a key's capture.
 
-        This requires that the runner has one lane, and that the runs of the capture do not affect
-        steps: they change no state or scratch, draw no random numbers, call no compiled function
-        and replay no other graph. Steps may change the data that these runs read, because the
-        results of the runs are discarded.
+        This requires that the key's mode is FULL, that the runner has one lane, and that the runs
+        of the capture are known not to affect steps: they change no state or scratch, draw no
+        random numbers, call no compiled function and replay no other graph. Steps may change the
+        data that these runs read, because the results of the runs are discarded.
         """
         return (
             key.mode is RuntimeMode.FULL and not self._lane.has_peers and self._warmups.is_pure(key)
@@ -423,13 +423,13 @@ class Capturer:
             yield snapshot
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
-        """Count values that were replaced since the capture."""
+        """Record that values were replaced after a capture."""
         self._warmups.effects.note_replaced(entries)
 
     # -- graphs -------------------------------------------------------------------------
 
     def _slots(self, outputs: Any, layout: OutputLayout | None) -> list[OutputSlot | None]:
-        """Return the slot of each output; None if an output stays in the graph's memory."""
+        """Return the output slots, with None for each output that stays in the graph's memory."""
         leaves = leaves_of(outputs)
         if not self._share_outputs():
             return [None] * len(leaves)
@@ -601,8 +601,8 @@ class Capturer:
         """Capture a step that is a single function, in segments between its eager calls.
 
         Raises:
-            CaptureError: An eager call may return a different value in a replay, and changes made
-                earlier in the step could not be undone.
+            CaptureError: An eager call may return a different value in a replay. Such a replay must
+                be undone, but the state that it changes cannot be saved.
         """
         warmups = self._warmups
         views = warmups.views(key, key.num_tokens)
@@ -660,9 +660,9 @@ class Capturer:
             alternative = "" if changed else "; or increase state_limit_bytes"
             raise CaptureError(
                 f"The eager call at {calls[0].line} returns a value that may differ in a replay. "
-                f"The step could then not be undone, because it changes {what}. Let the call write "
-                "its result into a tensor created by the step (out=...) and return None"
-                f"{alternative}.",
+                "If the value differs, the step must be undone, which is impossible because the "
+                f"step changes {what}. Let the call write its result into a tensor created by the "
+                f"step (out=...) and return None{alternative}.",
                 reason=Reason.CALL_DIFFERS,
             )
         if not has_state:
@@ -679,7 +679,8 @@ class Capturer:
     def _call_dims(self, key: GraphKey) -> list[CallShapes]:
         """Return the batch dimensions of arguments and results of the step's eager calls.
 
-        The dimensions are measured once per family, by running the step at two sizes.
+        They are measured once for all keys that differ only in size, by running the step at two
+        sizes.
         """
         family = family_of(key)
         if family not in self._dims:

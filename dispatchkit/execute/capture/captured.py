@@ -106,8 +106,8 @@ class Link:
             if leaf.data_ptr() != address:
                 raise ReplayError(
                     f"Value {index} of eager piece {self.piece!r} was at address {address:#x} in "
-                    f"the capture and is at {leaf.data_ptr():#x} now. Return either the same "
-                    "memory or newly allocated memory in each call."
+                    f"the capture and is at {leaf.data_ptr():#x} now. Return the same memory "
+                    "in all calls, or newly allocated memory in all calls."
                 )
         for index, constant in self.constants:
             if not is_same_value(leaves[index], constant):
@@ -262,7 +262,8 @@ class CapturedKey:
         layout: Layout of the outputs.
         leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
         clones: For each leaf, whether it is copied if the caller owns the results. Tensors of the
-            step's state and values other than tensors are not copied.
+            step's state, tensors in objects that the step keeps and returns every time, and values
+            other than tensors are not copied.
         graphs: Graphs that are released with the key.
         holds: Other objects that the graphs read, kept alive here.
         guard: Fingerprint of the autocast state and the modules at the capture.

@@ -120,7 +120,7 @@ class PythonEffects:
         return PythonState({piece.name: piece.fn for piece in pieces}, is_excluded=is_excluded)
 
     def state(self, *, graphs_alone: bool = False) -> PythonState:
-        """Return the state that the step reaches, as recorded after the last ``refresh``.
+        """Return the recorded state of the step; record it first if necessary.
 
         Args:
             graphs_alone: Whether to include only state that graph pieces reach.
@@ -142,7 +142,7 @@ class PythonEffects:
         return self._watches[graphs_alone]
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
-        """Count entries that were replaced after a capture."""
+        """Record that entries were replaced after a capture."""
         self._replaced.update(str(entry) for entry in entries)
         self.forget()
 

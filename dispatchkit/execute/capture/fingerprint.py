@@ -65,7 +65,7 @@ def facts_of(
 
 
 def moved(then: Facts, now: Facts) -> str:
-    """Describe the static inputs, parameters and buffers that were moved or removed, if any."""
+    """Describe static inputs, parameters and buffers that were moved, changed or removed."""
     return _words(then.places, now.places)
 
 

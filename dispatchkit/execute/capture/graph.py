@@ -118,11 +118,11 @@ class GraphMaker:
         *,
         draws: bool = True,
     ) -> MadeGraph:
-        """Capture a function with its outputs in the lane's memory, within the budget.
+        """Capture a function within the memory budgets, and copy its outputs to their slots.
 
         Args:
             run: Function to capture.
-            slots: Output slot of each output; None if an output stays in the graph's memory. If
+            slots: Output slots, with None for each output that stays in the graph's memory. If
                 empty, all outputs stay there.
             admission: Check of the memory budgets; None if there is no limit.
             name: Name of the operations. Graphs with the same name run the same operations at
@@ -204,12 +204,12 @@ class GraphMaker:
         compiled: bool,
         draws: bool,
     ) -> Any:
-        """Capture a function in segments with outputs in the lane's memory; return the outputs.
+        """Capture a function in segments; copy its outputs to their slots; return the outputs.
 
         Args:
             run: Function to capture.
             recorder: Recorder that splits the function and collects the segments.
-            slots: Output slot of each output; None if an output stays in the graph's memory.
+            slots: Output slots, with None for each output that stays in the graph's memory.
             admission: Check of the memory budgets; None if there is no limit.
             breaks: Operators at which the function is split.
             compiled: Whether the function calls functions wrapped in torch.compile.
@@ -279,8 +279,8 @@ class SharedOutputs:
 
     Args:
         run: Function that returns the outputs.
-        targets: Target memory of each output; None if an output stays in the graph's memory. If
-            empty, all outputs stay there.
+        targets: Target memory of the outputs, with None for each output that stays in the graph's
+            memory. If empty, all outputs stay there.
 
     Attributes:
         outputs: Outputs in their final memory. Calling the object returns None, because a backend
