@@ -164,17 +164,17 @@ class MemoryOptions:
     """
 
     max_graphs: int | None = setting(
-        None, or_none(_count(0)), SettingInfo("Maximum number of live graphs.", "no limit")
+        None, or_none(_count(0)), SettingInfo("Maximum number of live graphs per lane.", "no limit")
     )
     max_bytes: int | None = setting(
-        None, or_none(_count(0)), SettingInfo("Maximum bytes of graph memory.", "no limit")
+        None, or_none(_count(0)), SettingInfo("Maximum bytes of graph memory per lane.", "no limit")
     )
     eviction: str = setting(
         "lru",
         _eviction,
         SettingInfo(
             "Which graphs are evicted first. lru: the least recently used; benefit: those with the "
-            "fewest replays relative to their size.",
+            "fewest replays relative to their capture size.",
             read=read_word,
         ),
     )

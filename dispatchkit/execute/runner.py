@@ -493,10 +493,10 @@ class GraphRunner:
             max_num_tokens: Largest batch in tokens; explicitly given sizes do not change.
             max_num_seqs: Largest number of requests in a batch.
             mode: Runtime modes of decode and mixed batches.
-            max_graphs: Largest number of live graphs; None for no limit.
-            max_bytes: Largest size of graph memory in bytes; None for no limit.
+            max_graphs: Largest number of live graphs per lane; None for no limit.
+            max_bytes: Largest size of graph memory per lane in bytes; None for no limit.
             eviction: Graph to evict first: the least recently used (``lru``), or the graph with the
-                fewest replays relative to its size (``benefit``).
+                fewest replays relative to its capture size (``benefit``).
             ahead: Whether to capture new graphs before the swap; by default True unless the runner
                 is lazy. If False, a lazy runner captures a new graph when a step needs it. In other
                 runners, steps that need a new graph run eager until ``capture()`` is called.

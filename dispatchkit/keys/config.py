@@ -61,8 +61,8 @@ class DispatchConfig:
 
     Attributes:
         mode: The runtime modes that decode and mixed batches use (vLLM's ``cudagraph_mode``). The
-            default is FULL in a runner whose step is not split, otherwise FULL_AND_PIECEWISE as in
-            vLLM.
+            default is FULL in a runner whose step is not split into pieces, otherwise
+            FULL_AND_PIECEWISE as in vLLM.
         sizes: Capture sizes in tokens, ascending. By default they are derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
         max_num_tokens: Largest batch in tokens; a larger batch raises DescriptorError. If omitted,
@@ -98,7 +98,7 @@ class DispatchConfig:
         metadata=setting_metadata(
             SettingInfo(
                 "Runtime modes of decode and mixed batches.",
-                "FULL in a runner whose step is not split, else FULL_AND_PIECEWISE",
+                "FULL in a runner whose step is not split into pieces, else FULL_AND_PIECEWISE",
             )
         ),
     )

@@ -194,6 +194,7 @@ def test_no_decode_batch_above_the_maximum_is_a_size():
     assert derive(max_num_seqs=200, query_len=4).max_size == 512
     assert derive(max_num_seqs=3, query_len=3, user_max_size=8).sizes == (1, 2, 4, 8)
     assert derive(max_num_seqs=600).sizes == derive(max_num_seqs=512).sizes
+    assert derive(max_num_seqs=513).sizes == derive(max_num_seqs=512).sizes
 
 
 def test_decode_batches_of_one_and_of_two_tokens_per_request():

@@ -80,7 +80,7 @@ class Scenario:
         max_bytes: Maximum memory of live graphs per lane in bytes, according to ``graph_bytes`` of
             the cost model.
         eviction: Graph to evict first: ``lru`` for the least recently used graph, ``benefit`` for
-            the graph with the fewest replays relative to its size.
+            the graph with the fewest replays relative to its capture size.
         capture_after: Number of steps that must need a graph before it is captured. The last of
             these steps replays the graph; the others run eager. Above 1, nothing is captured before
             the first step.

@@ -74,7 +74,7 @@ def simulate(
             metavar="WHICH",
             help=(
                 "Graph to evict first. lru: the least recently used; benefit: the graph with the "
-                "fewest replays relative to its size."
+                "fewest replays relative to its capture size."
             ),
         ),
     ] = None,
