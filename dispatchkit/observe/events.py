@@ -60,8 +60,8 @@ class CaptureEvent:
 class CaptureFailedEvent:
     """A capture failed; the key is marked as failed.
 
-    Steps do not use the key until a later capture succeeds. Sent after the stream, generators and
-    memory are restored.
+    Steps do not use the key until a later capture succeeds. Sent after the capture has ended and
+    its changes to state and random generators have been undone.
 
     Attributes:
         key: The graph key, as text.
