@@ -23,8 +23,8 @@ from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 
-#: A dimension of an output whose size depends on an axis: index of the output, index of the
-#: dimension, index of the axis, and the size minus the axis value.
+#: An output dimension whose size depends on an axis: index of the output, index of the dimension,
+#: index of the axis, and the dimension's size minus the axis value.
 AxisCut = tuple[int, int, int, int]
 
 
@@ -226,8 +226,8 @@ class AxisInputs:
             run: Function that runs the step with the given inputs and axis values, by name.
 
         Raises:
-            CaptureError: The step fails at other buckets, or its outputs cannot be cut along an
-                axis.
+            CaptureError: The step fails at an axis value other than the key's bucket, or its
+                outputs cannot be cut along an axis.
         """
         own: Any = key.descriptor.axes
         cuts: list[AxisCut] = []

@@ -42,8 +42,8 @@ class InputBuffers:
             batched buffer. For host inputs with staging buffers, the range applies to their pinned
             memory.
         clean_to: End of this range (exclusive).
-        are_shared: Whether code outside the runner has access to the buffers, and may pass them as
-            inputs.
+        are_shared: Whether code outside the runner has access to the buffers. A call's inputs might
+            then be views of them.
     """
 
     clean_to: int
@@ -70,7 +70,7 @@ class InputBuffers:
                 host = {name: spec for name, spec in inputs.specs.items() if spec.host}
                 self.staging = StagingBuffers(host, num_rows, backend, allocate)
             staged = {} if self.staging is None else self.staging.device
-            # Inference tensors could not be written outside inference mode.
+            # Inference tensors cannot be modified outside inference mode.
             with inference_mode(False):
                 self.tensors = [
                     staged[name]
@@ -87,7 +87,7 @@ class InputBuffers:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def row_bytes(self, index: int) -> int:
-        """Return the size in bytes of one row of an input, or of an unbatched input."""
+        """Return the size in bytes of one row of a batched input, or of a whole unbatched input."""
         spec = self.inputs.specs[self.inputs.names[index]]
         return spec.sized(1).numel() * spec.dtype.itemsize
 
@@ -236,11 +236,14 @@ class InputBuffers:
         self.mark_unknown()
 
     def mark_written(self, num_rows: int) -> None:
-        """Record that the first ``num_rows`` rows will be overwritten."""
+        """Record that the first ``num_rows`` rows are not known to contain fill values."""
         self.clean_from = max(self.clean_from, num_rows)
 
     def mark_filled(self, start: int, stop: int) -> None:
-        """Record that rows ``start`` to ``stop`` contain fill values; earlier rows may not."""
+        """Record that rows ``start`` to ``stop`` contain fill values.
+
+        Earlier rows then count as unknown.
+        """
         if self.clean_from <= stop:
             self.clean_to = max(self.clean_to, stop)
         else:

@@ -36,7 +36,7 @@ def bind_or_raise(
     for name, value in kwargs.items():
         if name not in names:
             hint = did_you_mean(name, (*names, *CALL_OPTIONS))
-            raise InputError(name, f"Unknown input {name!r}. Pass only: {listing}.{hint}")
+            raise InputError(name, f"Unknown input {name!r}. The inputs are: {listing}.{hint}")
         if name in given:
             raise InputError(
                 name,

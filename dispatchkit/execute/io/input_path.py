@@ -7,8 +7,8 @@ the caller's tensors in stream order, like a copy before the launch.
 
 The node copies either all host inputs of a graph or none of them. A call writes the host inputs to
 the node's own host buffer. The backend reads this buffer when the call sets the node's parameters,
-so the next call can write to it without waiting. If the host inputs do not fit into the node, the
-graph copies them from pinned memory (see ``staging``).
+so the next call can write to it without waiting. If the node cannot copy the host inputs, the graph
+copies them from pinned memory (see ``staging``).
 
 Other inputs are copied before the launch, for example large inputs, inputs batched along a
 dimension other than the first, and tensors whose memory cannot be read directly.
@@ -97,7 +97,7 @@ class InputPath:
                 self.node = None
 
     def stop_node(self) -> None:
-        """Disable the node in later launches.
+        """Disable the node until its parameters are set again.
 
         Raises:
             ReplayError: The node cannot be disabled, so a launch would read inputs of an earlier
@@ -166,7 +166,7 @@ def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> In
     sizes = {
         index: buffers.row_bytes(index) * (1 if spec.batch_dim is None else bucket)
         for index, spec in enumerate(buffers.inputs)
-        if not spec.batch_dim  # rows are contiguous along the first dimension
+        if not spec.batch_dim  # rows are contiguous only along dimension 0
         and buffers.tensors[index].is_contiguous()
         and spec.dtype.itemsize <= FILL_BYTES
     }
@@ -209,7 +209,7 @@ def _offsets(
 ) -> tuple[dict[int, int], str]:
     """Return the offsets of host inputs in a node's host buffer, and a reason.
 
-    The reason says why the inputs do not fit; it is empty if they fit.
+    The reason says why the node cannot copy the inputs; it is empty if it can.
     """
     if len(host) > room:
         return {}, (

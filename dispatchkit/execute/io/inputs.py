@@ -21,11 +21,12 @@ from dispatchkit.execute.io.input_errors import CALL_OPTIONS, bind_or_raise, val
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.keys.checks import check_instance
 
-# Maximum number of batch sizes whose expected properties are cached.
+# Maximum number of entries in each cache that is keyed by batch size or axis values.
 MAX_KEPT_SIZES = 4096
 _ARRAY_FACTS = attrgetter("shape", "dtype")
-# Number of times that fast checks may be replaced before the set stops using them. Calls can differ
-# in properties that only the fast check compares, and a new check for each call would be expensive.
+# Number of times that an ``InputSet`` replaces fast checks before it stops using them. Calls can
+# differ in properties that only the fast check compares, and a new check for each call would be
+# expensive.
 _MAX_REPLACED = 64
 # Compares all metadata of several tensors in one call, five times as fast as reading the properties
 # one by one. It is an undocumented part of torch.compile. If it is missing or returns False, the
@@ -196,7 +197,8 @@ class InputSet:
                     [[None] * len(shape) for shape in shapes],
                 )
             ]
-            # The guards also compare the lazy bits and the device's autocast state.
+            # The guards also compare the lazy bits and the device's autocast state with those of
+            # this call.
             is_special = torch.is_autocast_enabled(self.device.type)
             is_readable = never if is_special or any(map(has_lazy_bits, values)) else guards[0]
             self._quick[rows] = (is_readable, guards[1])

@@ -206,7 +206,7 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
                     reason="output_layout",
                 )
             is_object = leaf is other and not is_immutable(leaf)  # an object that the step keeps
-            # Values at other sizes are measured when a batch of that size first occurs.
+            # The value at another size is measured when a batch of that size first occurs.
             kind = "constant" if leaf is None or is_object else "value"
             found.append(LeafLayout(kind, value=leaf))
             continue
@@ -261,8 +261,8 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
             if whole and is_same_value(leaf, size):
                 raise CaptureError(
                     f"Output {index} is {leaf!r}, which may be the number of rows or a constant. "
-                    "Pass output_batch_dims as a structure with 0 for this output if it is the "
-                    "number of rows, or None if it is a constant.",
+                    "Pass output_batch_dims as a structure with one entry per output. For this "
+                    "output, enter 0 if it is the number of rows, or None if it is a constant.",
                     reason="output_layout",
                 )
             is_rows = dim is not None and is_same_value(leaf, size)
@@ -294,7 +294,9 @@ def check_batch_dims(value: Any, *, may_derive: bool = False) -> None:
         return
     for dim in tree_leaves(value):
         if dim is not None and whole_number(dim) is None:
-            allowed = "the index of a dimension, None, or a structure with one of these per output"
+            allowed = (
+                "the index of a dimension, None, or a structure with an index or None per output"
+            )
             if may_derive:
                 allowed = f"{DERIVED!r}, {allowed}"
             raise ConfigError("output_batch_dims", value, allowed)

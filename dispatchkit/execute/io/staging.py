@@ -10,7 +10,7 @@ copied whole, because each additional copy costs more time, on host and device, 
 bytes saves.
 
 The next call must not overwrite the block before the copy has run. An event recorded after the step
-shows whether it has run. Querying the event takes a quarter of a microsecond. If the previous
+shows whether the copy has run. Querying the event takes a quarter of a microsecond. If the previous
 step is still running, the call waits for it. Unless other work is queued, the device is then idle
 from the end of that step to the next launch.
 

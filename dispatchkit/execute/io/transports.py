@@ -64,8 +64,8 @@ class Transport(Protocol):
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
     """Return the transport for batches of ``num_rows`` rows."""
-    # Use this transport even if the node has failed. No other transport disables the node, and an
-    # enabled node would copy inputs of an earlier call.
+    # Use a ``NodeTransport`` even if the node has failed. No other transport disables the node, and
+    # an enabled node would copy inputs of an earlier call.
     if path.node is not None:
         return NodeTransport(path, path.node, num_rows)
     return _without_node(path, num_rows)
@@ -288,7 +288,7 @@ class StagedTransport:
 class NodeTransport:
     """Transport that sets the graph's copy node and copies the remaining inputs.
 
-    Padding rows that the node fills are not marked as filled, because the launch may not take
+    Padding rows that the node fills are not marked as filled, because the launch might not take
     place.
 
     In-place steps with host inputs set the node too, because these inputs are still in pinned
@@ -331,7 +331,7 @@ class NodeTransport:
         """Set the node to copy a batch in the next launch, and copy the remaining inputs.
 
         Raises:
-            ReplayError: The node could not be set, and cannot be disabled.
+            ReplayError: Setting the node failed, and the node cannot be disabled.
         """
         buffers, path = self.buffers, self._path
         if self._others is not None:
