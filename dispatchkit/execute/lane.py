@@ -144,7 +144,7 @@ class Lane:
         found = self._by_axes.get(axes)
         if found is None:
             inputs = self._inputs_at(axes)
-            # An axis affects the memory only if it is a dimension of an input.
+            # Axes that are not dimensions of an input do not change the shapes of the buffers.
             found = self._by_shapes.get(_shapes(inputs))
             if found is None:
                 found = InputBuffers(
@@ -213,8 +213,8 @@ class Lane:
     def exclusive(self) -> Iterator[None]:
         """Exclude steps of other lanes while state is saved and restored.
 
-        On entry, wait for the steps in flight on other lanes, whose changes would otherwise be
-        lost. On exit, wait for the work of this lane if there are other lanes.
+        On entry, wait for the steps in flight on other lanes. Otherwise, restoring the state would
+        undo their changes. On exit, wait for the work of this lane if there are other lanes.
         """
         for reference in self._peers:
             peer = reference()

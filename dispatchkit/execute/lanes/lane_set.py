@@ -1,7 +1,7 @@
 """LaneSet: submits steps to lanes and returns futures.
 
 Each lane has its own executor, with a stream, pool, static inputs, graphs and table. Lanes share
-only the step, the tensors it reads, and state (see ``Chain``). The host submits steps one at a
+only the step function, its weights, and state (see ``Chain``). The host submits steps one at a
 time, under one lock, and the device runs them concurrently.
 
 Results are new tensors, or views of the lane's memory. A future raises instead of returning a view
@@ -53,7 +53,7 @@ class StepFuture:
     """The future result of a submitted step.
 
     Args:
-        result: Return value of the step, whose data is available when the step is done.
+        result: Return value of the step. Its tensors are valid once the step has finished.
         in_flight: The step, with the event that is recorded after it.
         lane: Index of the lane that runs the step.
         is_device: Whether the tensors of the result are on a CUDA device.
@@ -108,7 +108,7 @@ class StepFuture:
         of the lane.
 
         Raises:
-            ReplayError: With ``outputs="view"``, a later step was submitted to the lane.
+            ReplayError: With ``outputs="view"``, a later step of the lane was launched.
         """
         memory = None if self._memory is None else self._memory()
         if memory is not None and memory.tick != self._tick:
@@ -371,7 +371,7 @@ class LaneSet(Sequence[Executor]):
             )
 
     def costs(self) -> tuple[LaneCost, ...]:
-        """Return the memory that the lanes are expected to use, without capturing graphs.
+        """Return the expected memory use of the lanes, measured without a capture.
 
         The method measures the memory of the largest graph of each lane, and assumes that smaller
         graphs reuse this memory. If the backend cannot measure a capture in advance, the memory of

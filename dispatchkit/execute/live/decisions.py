@@ -47,11 +47,11 @@ class DecisionRunner:
             return self._taps.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def drop_replaced(self) -> str:
-        """Invalidate graphs if a value built into them was replaced.
+        """Invalidate all graphs if a value built into one of them was replaced.
 
         Call this method before ``decide``, because ``run`` detects replaced values only after the
-        decision. Values are checked as often as in calls of the runner, so this method usually only
-        compares two numbers.
+        decision. As in calls of the runner, values are usually checked in only some of the steps.
+        In the other steps, this method only compares counters.
 
         Returns:
             The reason to run eager; empty if nothing was replaced.
@@ -85,11 +85,11 @@ class DecisionRunner:
         Raises:
             ConfigError: The decision is not from this runner's dispatcher.
             InputError: An input is missing or unknown, or has the wrong dtype, device or shape; or
-                the decision is for a different number of rows or different buckets. The step has
-                not run.
+                the decision is not for the number of rows or the buckets of these inputs. The step
+                has not run.
             NoGraphError: The decision is a downgrade to eager, and the runner is strict.
-            ReplayError: The graph was evicted, was captured under different modes (autocast,
-                training) or could not be launched, or the current stream is capturing.
+            ReplayError: The graph was evicted or could not be launched, the modes (autocast,
+                training) have changed since its capture, or the current stream is capturing.
         """
         executor, reader = self._executor, self._reader
         eager, backend = executor.eager, executor.work.backend

@@ -35,8 +35,9 @@ class MemoryAccount:
     Attributes:
         device: Name of the device.
         max_bytes: Budget; None for no limit.
-        pools: Accounts of the pools, which contain intermediates and outputs that graphs keep.
-        output_bytes: Size of outputs shared by the graphs of a lane.
+        pools: Accounts of the pools. A pool contains intermediates, and the outputs that its graphs
+            do not write to shared output memory.
+        output_bytes: Size of the output memory that the graphs of each lane share.
         static_bytes: Size of static inputs.
         workspace_bytes: Size of library workspaces on the streams of the pools.
         driver_bytes: Memory that the driver allocated during captures, minus memory that it freed

@@ -140,7 +140,7 @@ class GraphMemory:
         memory and declared state are not affected.
 
         Raises:
-            ReplayError: The device has too little free memory. Pools that could not be mapped stay
+            ReplayError: The device has too little free memory. Pools that were not mapped stay
                 asleep; free memory and call ``wake`` again.
         """
         try:
@@ -423,7 +423,7 @@ def _release_if_held(lock: Any) -> None:
 
 
 def _is_held_here(lock: Any) -> bool:
-    """Return whether this thread holds a lock and therefore runs a step."""
+    """Return whether this thread holds a lock, for example because it runs a step."""
     return bool(lock._is_owned())
 
 

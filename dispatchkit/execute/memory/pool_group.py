@@ -166,7 +166,7 @@ class PoolGroup:
         self.asleep_bytes = 0
         self.stream: Stream = backend.new_stream()
         self.pool: Any = self._new_pool()
-        # Pool of static inputs and outputs.
+        # Pool of static inputs and shared outputs; None if the memory need not sleep.
         self._tensors: Any = None if sleeper is None else sleeper.new_sleeping_pool()
         self.last_stream: Stream | None = None
         self.idle_since = 0
@@ -226,7 +226,7 @@ class PoolGroup:
     # -- memory -------------------------------------------------------------------------
 
     def allocate(self, make: Callable[[], _T]) -> _T:
-        """Call a function whose new tensors are allocated in memory that sleeps with the pool.
+        """Call a function, allocating its new tensors in memory that sleeps with the pool.
 
         Raises:
             ConfigError: The memory is asleep.
@@ -271,7 +271,7 @@ class PoolGroup:
             lane.refill()
         self.backend.synchronize()  # because the next step may be on any stream
         self.asleep_bytes = 0
-        self.is_asleep = False  # last, so that an exception leaves no static input without fill
+        self.is_asleep = False  # last, so that steps are rejected if a static input was not reset
 
     def check_awake(self) -> None:
         """Check that the memory is not asleep.
