@@ -53,8 +53,7 @@ class _Attempt:
     Attributes:
         captured: Captured key; None if the capture failed.
         problem: Error of the capture; None if it succeeded.
-        lost: For each member of the pool's group, the keys whose graphs were evicted to free
-            memory.
+        lost: For each lane that shares the pool, the keys whose graphs were evicted to free memory.
     """
 
     captured: CapturedKey | None
@@ -74,7 +73,7 @@ def _failed_too_often(entry: GraphEntry) -> str:
 
 
 def _reason_of(changed: Iterable[Entry]) -> str:
-    """Return the reason for running eager after values were replaced; empty if none were."""
+    """Return why steps run eager if values built into a graph were replaced; empty if none were."""
     are_weights = [isinstance(one.before, _WEIGHTS) for one in changed]
     if not are_weights:
         return ""
@@ -219,8 +218,8 @@ class Lifecycle:
     ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
         """Capture a key in the background; steps of other threads may run between phases.
 
-        The caller must have acquired the lock of the lane's group exactly once. If no steps may run
-        between the phases, the key is captured without interruption.
+        The caller must have acquired the lock of the lane's pool group exactly once. If no steps
+        may run between the phases, the key is captured without interruption.
 
         Args:
             key: Key to capture.
@@ -228,9 +227,8 @@ class Lifecycle:
             between_operators: Whether steps may run between operators of the captured step.
 
         Returns:
-            The problem, and the pauses of steps that exceeded ``max_pause_us``. The problem is the
-            error of a failed capture, the reason for skipping the key, or None if the key was
-            captured.
+            The problem, and the pauses longer than ``max_pause_us``. The problem is the error of a
+            failed capture, the reason for skipping the key, or None if the key was captured.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -358,7 +356,7 @@ class Lifecycle:
         return ""
 
     def expected_wait(self, key: GraphKey) -> str:
-        """Return why the next step would not capture a key; empty if it would."""
+        """Return why the next step that requests a key would not capture it; empty if it would."""
         if self.is_frozen:
             return Reason.NOT_CAPTURED
         is_due = self._seen[key] + 1 >= self._capture_after and self._lane.group.may_capture()
@@ -389,7 +387,8 @@ class Lifecycle:
             if entry is None or not self._registry.is_enabled(key):
                 continue
             if self._retries.waits_for_first_call(entry):
-                return key  # capture() has already requested it
+                # An earlier capture requested this key, so it is retried even if not lazy.
+                return key
             if not self.lazy:
                 continue
             if reason == Reason.STALE and entry.state is KeyState.STALE:
@@ -518,7 +517,7 @@ class Lifecycle:
             self.graphs.fail_step(captured, f"{problem.reason}: {problem}")
 
     def replaced(self, captured: CapturedKey) -> str:
-        """Invalidate all graphs if a value built into one of them was replaced.
+        """Invalidate all graphs if a value built into the given graph was replaced.
 
         Returns:
             The reason why steps run eager; empty if no value was replaced.
@@ -565,10 +564,10 @@ class Lifecycle:
         """
         self._budget.score = score
 
-    # -- as a member of a pool's group --------------------------------------------------
+    # -- as a member of a pool group -----------------------------------------------------
 
     def num_graphs_in_pool(self) -> int:
-        """Return the number of keys with a graph in the pool, excluding external graphs."""
+        """Return the number of the lane's keys that have a graph in the pool."""
         return sum(not step.is_external for step in self.live().values())
 
     def num_steps(self) -> int:
@@ -576,7 +575,7 @@ class Lifecycle:
         return self._lane.tick
 
     def evict_all(self) -> list[GraphKey]:
-        """Evict all graphs in the pool and return their keys."""
+        """Evict the lane's graphs in the pool and return their keys."""
         lost = [key for key, step in self.live().items() if not step.is_external]
         for key in lost:
             self.graphs.evict(key, FOR_BUDGET)
@@ -700,7 +699,10 @@ class Lifecycle:
         return _Attempt(captured, None, lost)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
-        """Return the other sizes in the key's family, or all other sizes if it has none."""
+        """Return the other sizes in the key's family.
+
+        If the family has no other size, return the other sizes of all declared keys.
+        """
         alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
         alike.discard(key.num_tokens)
         return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})

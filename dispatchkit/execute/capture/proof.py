@@ -11,9 +11,9 @@ results must have the layout of the graph's results, and must equal them within 
 Comparing the two replays detects dependencies that a comparison with eager misses. A few more rows
 often change a mean or an attention weight by less than the difference between two kernels. The
 comparison with eager detects dependencies that replays miss: in ``x / x.shape[0]``, the number of
-rows is built into the graph. Three rows leave most of the bucket to padding, and do not fill a
-block of two or four rows. The eager results are valid for all sizes, so most graphs cost only two
-replays.
+rows is built into the graph. Three rows leave most of the bucket to padding, and leave a block of
+two or four rows partly filled. The eager results are valid for all sizes, so most graphs cost only
+two replays.
 
 Some steps depend on padding only if the padding is negative, above 1 or larger than all other rows.
 Noise therefore has both signs, and differs in magnitude between the first three rows and later
@@ -79,7 +79,7 @@ _FLOOR: Final = 1e-5
 #: Factor by which a difference may exceed the difference between repeated replays, which may be
 #: nondeterministic (atomics).
 _SPREAD: Final = 16
-#: Maximum number of replays to detect nondeterminism.
+#: Maximum number of repetitions of a replay to detect nondeterminism.
 _REPEATS: Final = 16
 #: Magnitudes of noise rows in 0..1, used cyclically.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
@@ -517,7 +517,7 @@ class RowProver:
             want, before = eager.state.get(name), trial.before(name)
             if want is None or before is None:
                 continue
-            # Elements that eager does not change may be written by padding rows.
+            # Elements that eager leaves unchanged are not compared: padding rows may write to them.
             changed = want != before
             if not _is_near(replayed[changed], want[changed], rounding):
                 return name
@@ -767,7 +767,9 @@ class _Trial:
         return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
     def write_far_noise(self, count: int) -> bool:
-        """Make later replays use far larger noise after the first ``count`` rows, if needed.
+        """Make later replays use far larger noise after the first ``count`` rows.
+
+        Do nothing if noise is limited to 0..1, or if a row after them already has such noise.
 
         Returns:
             Whether the noise was changed.
@@ -939,9 +941,9 @@ def _is_added_mask(spec: StaticInput) -> bool:
 def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Rows) -> None:
     """Fill an input with noise from a new random generator.
 
-    Rows differ in magnitude, so that no attention weight vanishes relative to the largest.
-    Unless noise is limited to 0..1, every fourth row is slightly larger than the previous row, for
-    steps that compare rows or compute a maximum.
+    Rows differ in magnitude. Small rows keep attention weights from vanishing relative to the
+    largest weight. Unless noise is limited to 0..1, every fourth row is slightly larger than the
+    previous row, for steps that compare rows or compute a maximum.
     """
     is_free, head = how.is_free, how.head
     generator = torch.Generator(place.device).manual_seed(seed)

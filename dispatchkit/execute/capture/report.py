@@ -76,7 +76,7 @@ def is_gradient_error(error: BaseException) -> bool:
 
 
 def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
-    """Convert an exception raised by a warmup or capture to a CaptureError."""
+    """Convert an exception raised by a warmup, capture or row proof to a CaptureError."""
     if isinstance(error, CaptureError):
         error.key = error.key or str(key)
         return error
@@ -91,7 +91,7 @@ def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     origin = origin_of(error)
     at = f" at {origin}" if origin else ""
-    text = f"The warmup or capture of {key} raised {type(error).__name__}{at}: {error}"
+    text = f"A warmup, capture or row proof of {key} raised {type(error).__name__}{at}: {error}"
     if is_memory:
         text = text.removesuffix(".")
         text += ". Capture fewer or smaller sizes, or let runners share a graph pool (GraphMemory)."

@@ -50,7 +50,7 @@ class Retries:
         return self.may_try(entry) and not self.steps_left(entry)
 
     def steps_left(self, entry: GraphEntry) -> int:
-        """Return the number of steps until a failed key is retried; 0 if now or never."""
+        """Return the steps left until a failed key is retried; 0 if it is due or never retried."""
         if not self.may_try(entry):
             return 0
         if self.waits_for_first_call(entry):  # one eager step for any failed key suffices

@@ -172,8 +172,8 @@ class SegmentRecorder:
         """End the segment, call a function, and begin the next segment.
 
         Raises:
-            CaptureError: A replay could not repeat the call, or later segments could not read the
-                results of the call.
+            CaptureError: A replay cannot repeat the call, or later segments cannot read the results
+                of the call.
         """
         capture = self._capture
         if self._is_inside or capture is None:

@@ -240,7 +240,7 @@ class Warmups:
         return snapshot
 
     def _wait_for_others(self, storage: torch.UntypedStorage) -> bool:
-        """Wait for steps of other runners that change a storage; return whether there are any.
+        """Wait for lanes of other pools whose steps change a storage; return whether there are any.
 
         Without this wait, restoring the storage would undo changes by steps in flight on other
         streams. Steps of the same pool are always in order.
@@ -305,7 +305,7 @@ class Warmups:
 
         Args:
             values: Values of all axes.
-            key: Key that runs; None for an eager step.
+            key: Key that the step uses; None for an eager step.
 
         Returns:
             An ``AxisCut`` for each such dimension of the key's outputs. For an eager step, those of
@@ -327,8 +327,8 @@ class Warmups:
         """Run all warmups at the key's size; the first run in each family is watched.
 
         Returns:
-            The outputs of the last run, and notes for the capture if a run was watched and the
-            backend uses notes.
+            The outputs of the last run, and the ``WarmupNotes`` of the watched run. The notes are
+            None if no run was watched or the backend does not use notes.
         """
         lane, views = self._lane, self.views(key, key.num_tokens)
         outputs: Any = None
@@ -477,7 +477,7 @@ class Warmups:
         """Watch contents like ``contents_watched``, once per family and value of ``is_varied``.
 
         Args:
-            key: Key that runs in the block.
+            key: Key whose step runs in the block.
             snapshot: Snapshot in which the old contents of written storages are saved.
             is_varied: Whether the step runs on the integers of a call. They may cause writes that
                 fill values do not cause.
@@ -498,7 +498,7 @@ class Warmups:
         """Detect writes that operator schemas do not declare, and save the old contents.
 
         Args:
-            key: Key that runs in the block.
+            key: Key whose step runs in the block.
             snapshot: Snapshot in which the old contents of written storages are saved.
 
         Raises:
