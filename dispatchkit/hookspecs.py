@@ -1,7 +1,8 @@
 """The plugin interface: six hooks, and the records that ``register`` hooks return.
 
-A plugin is a module or an instance with functions marked ``@hookimpl``. An entry point in the group
-``dispatchkit`` names the plugin. A plugin imports only public names. For example::
+A plugin is a module, or an instance of a class, with functions marked ``@hookimpl``. An entry point
+in the group ``dispatchkit`` names the plugin. A plugin imports only public names of dispatchkit.
+For example::
 
     # pyproject.toml
     [project.entry-points.dispatchkit]
@@ -123,8 +124,8 @@ class BackendSpec(Spec):
     """A backend; see ``dispatchkit.backends.base``.
 
     A runner calls the factory with the argument ``device``: a ``torch.device``, or a name such as
-    ``cuda:1``. For the current device, the runner passes no argument. The message of an ImportError
-    should say what to install.
+    ``cuda:1``. For the current device, the runner passes no argument. If the factory raises an
+    ImportError, the message should say what to install.
     """
 
     kind: ClassVar[str] = "backend"

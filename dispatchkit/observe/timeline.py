@@ -79,7 +79,7 @@ class Timeline:
         steps.append((perf_counter_ns(), decision, lane))
 
     def leave(self, *, failed: bool) -> None:
-        """End the span of this thread's current step, after the step was launched or raised."""
+        """End the span of this thread's step after it was launched, or after it raised."""
         begin, decision, lane = self._open.steps.pop()
         facts = {
             "num_tokens": decision.num_tokens,

@@ -25,7 +25,7 @@ class StepWatcher(Protocol):
         """Begin a step; ``lane`` is the index of its lane."""
 
     def leave(self, *, failed: bool) -> None:
-        """End the step, after it was launched or raised."""
+        """End the step after it was launched, or after it raised."""
 
 
 class StepTaps:

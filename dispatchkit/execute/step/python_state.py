@@ -197,7 +197,7 @@ class PythonState:
 
     @contextmanager
     def data_held(self) -> Iterator[None]:
-        """Keep the memory of the tensors alive, so that replaced memory can be restored."""
+        """Keep the memory of the tensors alive, so that it can be restored."""
         self._data = [one.detach() for one in self.tensors]
         try:
             yield
@@ -238,7 +238,7 @@ class PythonState:
         return tuple(one for one in iterators if id(one.record.holder) in reached)
 
     def names_read(self) -> frozenset[str]:
-        """Return the names in the step's code, directly or through functions that it names."""
+        """Return the names in the step's code and in the functions that this code names."""
         return frozenset(self._names_read())
 
     def containers_read(self) -> tuple[Container, ...]:

@@ -38,5 +38,5 @@ class NvtxRanges:
         torch.cuda.nvtx.range_push(f"{self._prefix}{span_name(decision)}{where}")
 
     def leave(self, *, failed: bool) -> None:
-        """Pop the range after the step of this thread was launched or raised."""
+        """Pop the range after this thread's step was launched, or after it raised."""
         torch.cuda.nvtx.range_pop()

@@ -123,8 +123,8 @@ NEXT_STEPS: Mapping[str, str] = {
         "outside the step."
     ),
     Reason.CONTAINER_WRITTEN: (
-        "print(runner) names the key or index that the step writes. Return the new value instead, "
-        "and store it outside the step."
+        "The step changes an element of a container that it receives as an argument; "
+        "print(runner) names the element. Return the new value, and assign it outside the step."
     ),
     Reason.ROWS_DEPEND: (
         "Padding changes the results of the step; print(runner) shows where. Capture the exact "

@@ -77,8 +77,8 @@ class Record:
 
     Attributes:
         saved: Entries by key; references, not copies.
-        views: Iterables of objects whose identities show whether the entries are unchanged. Each is
-            followed by an end marker, so that views of several containers can be chained.
+        views: Iterables of objects whose identities show whether the entries are unchanged. An end
+            marker follows each iterable, so that views of several containers can be chained.
         seen: Objects that ``views`` yielded when the contents were recorded.
         holder: Object that the container belongs to; may be the container itself.
         is_of_class: Whether the container is reached only through classes and their code.

@@ -82,7 +82,7 @@ class StepState:
     Attributes:
         tensors: Tensors that the step changes, such as a KV cache. They are saved before warmups
             and restored afterwards.
-        scratch: Tensors that warmups may change, because padding rows only write to locations that
+        scratch: Tensors that warmups may change, because padding rows write only to locations that
             are never read. They are not saved.
         generators: Random generators that the step uses besides the default generators.
     """
@@ -125,7 +125,7 @@ def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or an alias of it that can be used outside inference mode."""
+    """Return a tensor; for inference tensors, an alias for use outside inference mode."""
     if not tensor.is_inference() or tensor.layout is not torch.strided:
         return tensor
     with inference_mode(False):
@@ -178,9 +178,10 @@ class Snapshot:
     Args:
         device: Device whose default generator is saved, in addition to that of the CPU.
         generators: Additional generators to save.
-        wait: Function that is called before a storage is saved, and waits for steps of other
-            runners that change the storage; returns whether there are any. None waits for nothing.
-        end: Function that is called after storages that other runners change were restored.
+        wait: Function that is called with a storage before the storage is saved, waits for steps of
+            other runners that change the storage, and returns whether there are such runners. If
+            None, saving does not wait.
+        end: Function that is called after a restore if ``wait`` has returned True for a storage.
 
     Attributes:
         draws: Whether the step may draw random numbers; if not, generators are not restored.
@@ -242,7 +243,7 @@ class Snapshot:
         return [typed(one.clone(), torch.uint8) for one, _ in self._saved.values()]
 
     def restore(self) -> None:
-        """Restore all storages on the current stream, and the generators if the step draws."""
+        """Restore the storages on the current stream; if ``draws`` is True, also the generators."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
         if self._is_shared:
@@ -260,7 +261,7 @@ class CompiledCode:
     Attributes:
         reads: Storages that the functions read and that the step did not create. The graph must
             keep them alive.
-        num_operations: Number of operations in the uncompiled functions.
+        num_operations: Number of operations that the functions ran.
     """
 
     reads: tuple[torch.UntypedStorage, ...]
@@ -346,7 +347,7 @@ class WriteWatch(OperationMode):
         return result
 
     def rounding(self) -> float:
-        """Return the largest ``eps`` of the computed dtypes; 0 if all of them are integers."""
+        """Return the largest ``eps`` of the results' dtypes; 0 if all results are integers."""
         types = (one for one in self._computed if one.is_floating_point or one.is_complex)
         return max((torch.finfo(one).eps for one in types), default=0.0)
 

@@ -1,7 +1,7 @@
 """Levels of capture support that operators and modules declare.
 
 An attention kernel that reads lengths on the host can never be captured. A kernel that plans its
-work on the host can be captured for batches of a single shape. The level of an operator is declared
+work on the host can be captured only for uniform batches. The level of an operator is declared
 under the operator's name. A module class declares its level in the attribute ``cudagraph_support``.
 """
 

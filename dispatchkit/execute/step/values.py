@@ -181,7 +181,7 @@ class _Group:
         ]
 
     def changes(self) -> list[Entry]:
-        """Return the entries whose values have changed; equal new objects do not count."""
+        """Return the entries whose values have changed, and record equal new objects."""
         found = []
         for number, entry in enumerate(self._entries):
             now = entry.now()
@@ -236,7 +236,7 @@ class _Lengths:
 
 
 class _Hooks:
-    """Modules to which hooks may be added, checked when torch's count of all hooks changes.
+    """Modules whose hooks are counted when torch's count of all hooks has changed.
 
     New hooks are also among the new entries that ``_Lengths`` of the same modules returns.
     """

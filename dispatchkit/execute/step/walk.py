@@ -124,9 +124,9 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | Node]:
     """Yield the attributes, ``__slots__`` and class of an object.
 
     Of library objects, only plain values and tensors in public attributes are recorded, because
-    other attributes are internal, such as the cache of a logger. The exceptions are torch modules
-    and classes for user-defined attributes, such as ``SimpleNamespace``. Runners and objects
-    declared as bookkeeping are not part of the step's state.
+    other attributes are internal, such as the cache of a logger. The exceptions are torch modules,
+    and objects made to hold user-defined attributes, such as a ``SimpleNamespace``. Runners and
+    objects declared as bookkeeping are not part of the step's state.
     """
     cls: Any = type(value)
     owner = cls.__qualname__
@@ -204,7 +204,7 @@ def _of_function(fn: Any, found: Node) -> Iterator[Record | Node]:
                     default, f"a default argument of {plain.__code__.co_qualname}", owner, plain
                 )
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
-            if name == "__class__":  # used by super(), even if the step creates no such objects
+            if name == "__class__":  # super() uses it, even if the step creates no instances
                 yield Node(_class_in(cell), name, owner, plain, is_owner=True)
             else:
                 yield Node(cell, name, owner, plain)
