@@ -105,13 +105,18 @@ class PackedRunner:
         ]
         others = set(specs) - set(self._made) - {*self._of_tokens, *self._of_items}
         if others or not self._of_tokens:
+            names, last = ", ".join(COMPUTED_INPUTS[:-1]), COMPUTED_INPUTS[-1]
+            problem = (
+                f"At least one input must be a token input ({names} and {last} do not count), got "
+                f"{sorted(specs)}."
+            )
             raise ConfigError(
                 "inputs",
                 sorted(others) or sorted(specs),
-                f"indexed by token (at least one input) or by item (dimension 0 is {items!r}), or "
-                f"named {', '.join(COMPUTED_INPUTS)}",
+                f"token inputs, item inputs or named {names} or {last}",
                 "Declare token inputs as StaticInput((None, ...)), and item inputs as "
                 f"StaticInput(({items!r}, ...)).",
+                message="" if others else problem,
             )
         self._device = torch.device(runner.backend.torch_device)
 

@@ -22,7 +22,7 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
 
     Args:
         runner: The runner whose steps run in the block. Writes to undeclared memory are undone only
-            if a captured graph keeps that memory alive.
+            if a captured graph of the first lane keeps that memory alive.
     """
     state = runner.spec.state
     runner.backend.synchronize()  # steps in flight on other streams may still write state

@@ -179,6 +179,16 @@ def test_a_packers_fault_is_named():
         ({}, {"results": "row"}, "'token' or 'item'"),
         ({}, {"results": ()}, "'token' or 'item'"),
         ({}, {"results": 3}, "'token' or 'item', or a sequence .* got 3"),
+        (
+            {"inputs": inputs() | {"scale": StaticInput((3,), "float32")}},
+            {},
+            r"named offsets, .*, got \['scale'\]. Declare token inputs as",
+        ),
+        (
+            {"inputs": inputs() | {"x": StaticInput(("items", WIDTH), "float32")}},
+            {},
+            r"^At least one input must be a token input \(offsets, .*, got \['item_of_token', ",
+        ),
     ],
 )
 def test_runners_that_cannot_be_packed_are_refused(change, options, problem):

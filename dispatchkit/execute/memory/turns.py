@@ -1,11 +1,11 @@
 """Turns: let steps of other threads run during a background capture.
 
-Steps and captures hold the lock of their pool's group, so a step usually waits for a whole capture.
-A background capture releases the lock between its phases (warmup, memory measurement, capture, and
-each run of the row proof). It also releases the lock while the driver instantiates the graph and,
-if requested, between operators. This is safe if the runs of the capture do not affect steps; see
-``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
-finishes before a step may run, and the next phase waits for that step.
+Steps and captures that share a pool hold the same lock, so a step usually waits for a whole
+capture. A background capture releases the lock between its phases (warmup, memory measurement,
+capture, and each run of the row proof). It also releases the lock while the driver instantiates the
+graph and, if requested, between operators. This is safe if the runs of the capture do not affect
+steps; see ``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a
+phase finishes before a step may run, and the next phase waits for that step.
 
 During a background capture, steps on the same device neither capture nor evict. A step that did so
 would cause a deadlock: it would wait for the capture while holding the lock that the capture needs.
@@ -39,8 +39,8 @@ class LongPause:
         part: Phase of the capture.
         us: Length of the pause in microseconds.
         operators: First and last operator in the pause, if steps may run between operators.
-        is_free: Whether the lock was free during the pause. In that case, only the driver may have
-            delayed launches.
+        is_free: Whether the lock was free during the pause. If so, steps could run, but the driver
+            may have delayed their launches.
     """
 
     key: str
@@ -201,7 +201,7 @@ class Pacer:
         self.resume()
 
     def end_operator(self, part: str, operator: Any) -> bool:
-        """Let steps run if the pause limit is nearly reached, and return whether they could.
+        """Let steps run if the pause limit is nearly reached; return whether the lock was released.
 
         Args:
             part: Phase in progress.

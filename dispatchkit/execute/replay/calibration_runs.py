@@ -31,7 +31,7 @@ class CalibrationRuns:
     Args:
         dispatcher: Dispatcher of the policy.
         planner: Planner, for replays of the largest graph.
-        lifecycle: Life cycle of the lane's graphs; runs of keys without a graph are skipped.
+        lifecycle: Lifecycle of the lane's graphs. Runs of keys without a graph are skipped.
         timings: Timings that collect the measurements of steps.
         lane: Lane that the runs use.
         warmups: Warmups, which record the state that the step changes.
@@ -62,11 +62,11 @@ class CalibrationRuns:
         """Run the steps that the policy requests; the caller holds the runner's lock.
 
         The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each
-        requested run executes the step twice on dummy rows: once on an idle stream, and once
-        directly after the first. If the step runs eager, a replay of the largest graph runs between
-        the two, so that the device is still busy when the host has submitted the second. The steps
-        are not counted, and state that they change is restored. A runner with axes makes no
-        calibration runs, because dummy inputs have no axis values.
+        run executes the step twice on dummy rows: on an idle stream, and again directly afterwards.
+        If the step runs eager, a replay of the largest graph runs before the second execution, so
+        that the device is still busy when the host has submitted that execution. The steps are not
+        counted, and state that they change is restored. A runner with axes makes no calibration
+        runs, because dummy inputs have no axis values.
 
         Returns:
             The number of steps run, without the replays of the largest graph.

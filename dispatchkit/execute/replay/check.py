@@ -39,7 +39,7 @@ RELATIVE, ABSOLUTE = 1e-2, 1e-3
 
 
 class CheckWarning(RuntimeWarning):
-    """A replay differed from an eager run; the graph is no longer used."""
+    """A graph is no longer used: a replay differed from an eager run, or a tensor was replaced."""
 
 
 class Checker:

@@ -54,7 +54,7 @@ class EagerRunner:
         axes: Inputs of a runner with axes, otherwise None.
         row_count: Name of the input that receives the number of real rows, if any.
         lane: Lane that orders eager steps and replays.
-        lifecycle: Life cycle of the lane's graphs, which disables failed graphs.
+        lifecycle: Lifecycle of the lane's graphs, used to disable failed graphs.
         counters: Counters in which eager steps are counted.
         checker: Checker in check mode, otherwise None.
         strict: Whether a downgrade to eager raises.
@@ -252,7 +252,7 @@ class EagerRunner:
             )
 
     def replaced(self, step: CapturedKey) -> str:
-        """Invalidate graphs if a value built into them was replaced.
+        """Invalidate all graphs if a value built into the graph of a step was replaced.
 
         Returns:
             The reason to run eager; empty if nothing was replaced.
@@ -274,9 +274,9 @@ class EagerRunner:
         self._lifecycle.graphs.fail_step(step, problem)
         if error.has_effect:
             raise ReplayError(
-                f"Replay of {step.key} failed. The step may have changed part of its state, so it "
-                "was not run again, and its graph is no longer used. Restore the state before the "
-                f"next step. Cause: {error.cause}"
+                f"The replay of {step.key} failed, and its graph is no longer used. The step may "
+                "have changed part of its state, so it was not run again. Restore the state before "
+                f"the next step. Cause: {error.cause}"
             ) from error.cause
         return self.run_for(Reason.REPLAY_FAILED, tensors, num_tokens, step.key)
 
@@ -288,7 +288,7 @@ class EagerRunner:
         tensors: Sequence[Any] | None,
         num_tokens: int,
     ) -> Any:
-        """Run a step eager, because an eager call differed from the capture.
+        """Run a step eager, because an eager call returned a different result than in the capture.
 
         Raises:
             ReplayError: The step has changed state, so it cannot run again.

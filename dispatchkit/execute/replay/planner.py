@@ -44,8 +44,7 @@ class Planner:
     Args:
         dispatcher: Dispatcher. The reference is weak, because the dispatcher calls ``plan`` and
             therefore holds the planner.
-        lifecycle: Life cycle of the lane's graphs, which captures graphs on demand and proves that
-            padding does not change their rows.
+        lifecycle: Lifecycle of the lane's graphs, passed on to the plans.
         lane: Lane that the steps run on.
         eager: Runner of eager steps.
         guard: Guard that reads autocast, training flags and weight addresses.
@@ -138,8 +137,8 @@ class Planner:
         """Return why a step would run eager despite a chosen graph; empty if the graph would run.
 
         The answer is based on this thread's autocast state, on the training flags and weight
-        addresses of modules, and on the values that Python code would read now. The step does not
-        run.
+        addresses of modules, and on the values that the step's Python code would read now. The
+        step does not run.
         """
         if refused := self.refusal(decision, num_tokens):
             return refused

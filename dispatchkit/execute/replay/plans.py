@@ -49,7 +49,7 @@ class EagerPlan:
 
     Args:
         eager: Runner of eager steps.
-        lifecycle: Life cycle of the lane's graphs, which retries captures that are due.
+        lifecycle: Lifecycle of the lane's graphs, used to retry captures that are due.
         lane: Lane whose static inputs hold the rows of in-place steps.
         num_tokens: Number of rows in each batch of the cell.
         reason: Reason to count for each step.
@@ -145,7 +145,7 @@ class LazyPlan:
 
     Args:
         eager: Runner of eager steps, for steps before the capture.
-        lifecycle: Life cycle of the lane's graphs, which captures the key.
+        lifecycle: Lifecycle of the lane's graphs, used to capture the key.
         lane: Lane whose static inputs hold the rows of in-place steps.
         key: Key to capture.
         num_tokens: Number of rows in each batch of the cell.
@@ -182,7 +182,7 @@ class OpenPlan:
     Args:
         plan: Plan that replays the graph.
         step: Captured key.
-        lifecycle: Life cycle of the lane's graphs, which runs the proof.
+        lifecycle: Lifecycle of the lane's graphs, used to run the proof.
         num_tokens: Number of rows in each batch of the cell.
     """
 
@@ -198,7 +198,7 @@ class OpenPlan:
         self._lifecycle, self._num_tokens = lifecycle, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Continue the proof with this call; return ``AGAIN`` if the proof ends, or replay."""
+        """Continue the proof with this call; return ``AGAIN`` if the proof ends, else replay."""
         step, lane = self._step, self._step.lane
         if step.released:
             return AGAIN
@@ -264,7 +264,7 @@ class GraphPlan:
         self._has_mutable_values = any(one.is_mutable_value for one in step.layout.leaves)
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Copy the inputs of a call, launch the graph, and return the call's rows.
+        """Copy the inputs of a call, launch the graph, and return the results of its rows.
 
         Args:
             tensors: Inputs of the step; None if the rows are already in the buffers.
@@ -427,7 +427,7 @@ class ValuesPlan:
         plan: Plan that replays the graph.
         step: Captured key.
         num_tokens: Number of rows in each batch of the cell.
-        lifecycle: Life cycle of the lane's graphs, which measures the values.
+        lifecycle: Lifecycle of the lane's graphs, used to measure the values.
     """
 
     def __init__(

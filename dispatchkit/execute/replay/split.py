@@ -264,7 +264,7 @@ class LazySplitPlan:
         reason, missed = "", self._parts[0].key
         most = self._lifecycle.budget.max_graphs
         if most is not None and most < len({rows.key for rows in self._parts}):
-            # Each step would capture graphs and evict those of other parts.
+            # Otherwise, each step would capture graphs and evict those of other parts.
             return eager.run_for(Reason.EVICTED, tensors, num_tokens, missed)
         with inputs_kept(self._lane, tensors, num_tokens) as kept:
             given: Any = kept

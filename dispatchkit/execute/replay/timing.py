@@ -122,7 +122,7 @@ class Timings:
         """Mark the start of a step on the current stream.
 
         Raises:
-            PolicyError: In strict mode, the policy raised or returned an invalid update for an
+            PolicyError: In strict mode: the policy raised or returned an invalid update for an
                 earlier outcome, or the policy's ``pace`` is invalid. The step has not run.
         """
         if self._fault is not None:
@@ -141,7 +141,7 @@ class Timings:
         return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
     def hold_in_this_step(self) -> None:
-        """Hold outcomes back after this step, which the creation of a plan already delays."""
+        """Hold outcomes back after this step, because creating its plan already delays it."""
         self._held_step = self._lane.tick + 1
 
     def first_eager_step(self, batch: Batch) -> int:
@@ -204,7 +204,8 @@ class Timings:
             on_device = head.start.elapsed_us(head.end)
             host_us = self._host_us(head) if self._clock == "device" else None
             # If earlier work is pending, the events measure only the device. A device that is
-            # faster than the host soon waits for it, so a share of the host time is the minimum.
+            # faster than the host soon waits for it, so a step takes at least a share of the host
+            # time.
             elapsed = max(on_device, HOST_SHARE * (host_us or 0.0))
             latest = self._read.setdefault(
                 (_times_key(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
@@ -242,7 +243,7 @@ class Timings:
         return done.submit_us
 
     def _pace(self) -> int:
-        """Return the factor by which the policy requests fewer measurements."""
+        """Return the policy's divisor for the number of measured steps."""
         dispatcher = self._dispatcher()
         return 1 if dispatcher is None else dispatcher.pace
 
