@@ -35,8 +35,8 @@ class ConfigWatcher:
     """A watcher that updates a runner when a settings file changes.
 
     As in ``pyproject.toml``, the settings are in the table ``[tool.dispatchkit]``. Settings missing
-    from the file keep their values, and the environment is ignored. Replace the file atomically,
-    with ``os.replace``, so that the watcher never reads a half-written file.
+    from the file keep their values, and environment variables are ignored. Replace the file
+    atomically, with ``os.replace``, so that the watcher never reads a half-written file.
 
     Args:
         runner: Runner whose settings follow the file.
@@ -127,6 +127,6 @@ def _reject_fixed(changed: Mapping[str, Any], in_force: Mapping[str, Any]) -> No
             value,
             "the value with which the runner was created",
             "Restore the value in the file, or create a new runner.",
-            message=f"{name} cannot be changed after the runner was created; it is "
+            message=f"{name} cannot be changed after the runner is created; it is "
             f"{in_force[name]!r}, got {value!r}.",
         )

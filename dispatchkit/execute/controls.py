@@ -195,7 +195,7 @@ class Controls:
         *,
         between_operators: bool,
     ) -> _Captured:
-        """Capture a key on some lanes while steps run; return the problem and the long pauses."""
+        """Capture a key on some lanes while steps run; return any problem and the long pauses."""
         problem: CaptureError | str | None = None
         pauses: list[LongPause] = []
         for index in lanes:
@@ -242,7 +242,8 @@ class Controls:
     def capture_next(self) -> GraphKey | None:
         """Try to capture the most requested key that has no graph; return the key, or None.
 
-        Call this method while the service is idle.
+        Call this method while the service is idle. Each call tries one key, on the first
+        lane that has such a key.
         """
         with self._lock:
             self._turns.wait()
@@ -276,7 +277,7 @@ class Controls:
                 member.dispatcher.set_lazy(member.lifecycle.lazy)
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Set the function that chooses the graphs to evict, on every lane.
+        """Set the function that chooses the graphs to evict.
 
         Args:
             score: Function that returns the score of a captured key; the graph with the lowest
@@ -547,12 +548,11 @@ class Controls:
     def input_path(self, key: GraphKey) -> str:
         """Return how a key's inputs are copied.
 
-        The result is ``node``, or ``copy:`` with the reason. With ``node``, a copy node of the
-        graph copies the inputs. Before each launch, torch copies the device inputs that the node
-        does not support. If the node does not support the host inputs, the graph copies them from
-        pinned memory. The result then ends with ``staging:`` and the reason; without device inputs,
-        it has no other part. If several lanes have the graph, the result is for the first of these
-        lanes.
+        The result is ``node`` if a copy node of the graph copies inputs, or ``copy:`` with the
+        reason why no copy node does. Before each launch, torch copies the device inputs that no
+        node copies. If the graph copies the host inputs from pinned memory, the result ends with
+        ``staging:`` and the reason; without device inputs, it has no other part. If several lanes
+        have the graph, the result is for the first of these lanes.
 
         Raises:
             RegistryError: The key has no graph.

@@ -114,7 +114,7 @@ class Executor:
 
     Args:
         work: The step and its inputs.
-        group: The group that owns the memory pool and the lock of steps.
+        group: The group that owns the memory pool and the lock that every step holds.
 
     Attributes:
         work: The step and its inputs.
@@ -188,7 +188,7 @@ class Executor:
             self.warmups,
             self.lane,
             work.guard,
-            # The outputs of a single graph are not shared, so results need no copy.
+            # Without other graphs to share with, sharing would only add a copy of the outputs.
             share_outputs=lambda: shares and (len(registry) > 1 or group.is_open),
             prove_rows=options.capture.prove_rows,
             rows_independent=options.rows_independent,

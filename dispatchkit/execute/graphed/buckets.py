@@ -127,7 +127,10 @@ def _stepped(size: int) -> int:
 
 
 def _powers_of_two(above: int, largest: int) -> tuple[int, ...]:
-    """Return the powers of two above ``above``, up to the first that is at least ``largest``."""
+    """Return the powers of two above ``above``, up to the first that is at least ``largest``.
+
+    Powers below ``MIN_BUCKET`` are omitted.
+    """
     found, bucket = [], MIN_BUCKET
     while bucket < largest or bucket <= above:
         found.append(bucket)

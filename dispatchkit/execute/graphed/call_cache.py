@@ -58,7 +58,7 @@ class CallCache(Generic[_T]):
             if others == (has_grad, is_training, *kwargs) and fits(*values):
                 return cached
         except (AttributeError, IndexError, RuntimeError, TypeError):
-            pass  # the first value is not a tensor or is nested, or the number of values differs
+            pass  # the first value is not a plain tensor, or the number of values differs
         return None
 
     def get(

@@ -472,6 +472,11 @@ class GraphedCalls:
                 shapes if axes is None else axes.shapes,
                 [0] * len(tensors) if axes is None else family.fills,
                 self._names(args, kwargs, len(tensors)),
+                [
+                    name
+                    for name, value in self._arguments(args, kwargs)
+                    for _ in tree_flatten(value)[0]
+                ],
             )
             family.note_first(shapes)
             self._cache.clear()
@@ -546,8 +551,8 @@ class GraphedCalls:
                 )
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
-    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[str]:
-        """Return a name for each tensor of a call: the parameter name, possibly numbered."""
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Return the arguments of a call with their parameter names."""
         pairs: list[tuple[str, Any]] = [(f"arg{index}", one) for index, one in enumerate(args)]
         if self._signature is not None:
             names = [
@@ -558,8 +563,12 @@ class GraphedCalls:
             pairs[: len(names)] = [
                 (name, one) for name, (_, one) in zip(names, pairs, strict=False)
             ]
+        return [*pairs, *kwargs.items()]
+
+    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[str]:
+        """Return a name for each tensor of a call: the parameter name, possibly numbered."""
         found: list[str] = []
-        for name, value in (*pairs, *kwargs.items()):
+        for name, value in self._arguments(args, kwargs):
             tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
             alone = len(tensors) == 1
             base = f"{name}_" if name in RESERVED_NAMES else name
@@ -627,33 +636,31 @@ class GraphedCalls:
         with self._lock:
             forms = list(self._forms.values())
         shapes: dict[str, set[str]] = {}
-        values: dict[int, set[str]] = {}
+        values: dict[tuple[int, str], set[str]] = {}
         for form in forms:
             for name, text in form.shapes():
                 shapes.setdefault(name, set()).add(text)
-            for at, value in enumerate(form.constants):
-                values.setdefault(at, set()).add(format_value(value))
+            for place, value in zip(enumerate(form.arguments), form.constants, strict=True):
+                values.setdefault(place, set()).add(format_value(value))
         varied = [
             f"tensor {name} differs between calls ({_some(found)})"
             for name, found in shapes.items()
             if len(found) > 1
         ]
+        hints = []
+        if varied:
+            hints.append("To let sizes share graphs, use GraphRunner(..., axes=[Axis(...)]).")
         if any(len(found) > 1 for found in values.values()):
-            found = max(values.values(), key=len)
-            varied.append(
-                f"a value that is not a tensor differs between calls ({_some(found)}; pass it as a "
-                "tensor)"
-            )
+            (_, name), found = max(values.items(), key=lambda item: len(item[1]))
+            varied.append(f"argument {name!r} differs between calls ({_some(found)})")
+            hints.append("If this argument is a number, pass it as a tensor.")
         reached = f"The maximum of {counted(len(forms), 'form')} of calls has been reached"
         if not varied:
             return (
                 f"{reached}: calls differ in the names or nesting of their arguments. Pass the "
                 "arguments in the same way in all calls."
             )
-        return (
-            f"{reached}: {'; '.join(varied)}. To let sizes share graphs, use GraphRunner(..., "
-            "axes=[Axis(...)])."
-        )
+        return f"{reached}: {'; '.join(varied)}. {' '.join(hints)}"
 
     def _warn_without_graphs(self, reason: str, next_step: str) -> None:
         warn_at_call(

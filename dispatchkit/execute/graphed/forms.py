@@ -63,6 +63,8 @@ class Form:
         shapes: Shape of each tensor, in order, with None for the batch and a name for an axis.
         fills: Padding value of each tensor.
         names: Input name of each tensor.
+        arguments: Names of the arguments. An argument with several values, such as a list, is named
+            once per value.
     """
 
     def __init__(
@@ -75,14 +77,15 @@ class Form:
         shapes: Sequence[tuple[int | str | None, ...]],
         fills: Sequence[float],
         names: Sequence[str],
+        arguments: Sequence[str],
     ) -> None:
         self._target, self._settings, self._grows = target, settings, grows
         leaves, self._spec = tree_flatten((args, kwargs))
         self.constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
         self._places = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
-        self._names = names
-        # A graph reads part of the buffer. The part is not contiguous if the batch dimension is not
-        # the first.
+        self._names, self.arguments = names, arguments
+        # A graph reads part of the buffer of an input. The part is not contiguous if the batch
+        # dimension is not the first.
         self._strided = [
             name for name, shape in zip(names, shapes, strict=True) if None in shape[1:]
         ]
@@ -246,7 +249,7 @@ def _step_of(
 ) -> Callable[..., Any]:
     """Return a step that calls the target with new arguments nested as in a form.
 
-    It raises a CaptureError if the target writes to the containers of these arguments. The step is
+    The step raises a CaptureError if the target writes to the containers of these arguments. It is
     a closure rather than a method, because the search for effects reads its cells.
     """
     has_mutable = _has_mutable(spec)
@@ -287,10 +290,10 @@ def _with_own_arguments(
 
 
 def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Return a step that receives contiguous inputs, as cuDNN requires of recurrent states.
+    """Return a step that passes contiguous inputs to ``step``.
 
-    An input that is not contiguous is copied. Writing to the copy is rejected, as writing to the
-    input would be.
+    cuDNN requires contiguous recurrent states. An input that is not contiguous is copied. Writing
+    to the copy is rejected, as writing to the input would be.
 
     Args:
         step: Step that takes inputs by name.

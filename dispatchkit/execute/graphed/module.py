@@ -1,8 +1,8 @@
 """Create a module that runs its calls through graphs and otherwise behaves like the original.
 
-The new module is an instance of a subclass of the original's class, and shares its ``__dict__``.
-Both modules therefore have the same parameters, buffers, submodules, hooks and attributes, and the
-same names in ``state_dict``. No attribute access needs to be forwarded.
+The new module is an instance of a subclass of the original's class. It shares the original's
+``__dict__``, so both modules have the same parameters, buffers, submodules, hooks and attributes,
+and the same names in ``state_dict``. No attribute access needs to be forwarded.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def prove_padding(
         axes: Axes along which padding is tested.
         shapes: Shapes of the call's tensors, with None for the batch.
         tensors: Tensors of the call.
-        run: Function that runs the model eager on tensors like these, without effects or random
-            numbers.
+        run: Function that runs the model eager on tensors like these. It must have no effects and
+            draw no random numbers.
     """
     whole = axes.sizes(shapes) or {}
     half = {name: size // 2 for name, size in whole.items()}
