@@ -73,7 +73,7 @@ def format_runner(executors: Sequence[Executor]) -> str:
 
 
 def _state(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Return the state of a key, with the lanes in each state if lanes differ."""
+    """Return the state of a key; if it differs between lanes, name the lanes in each state."""
     lanes: dict[str, list[str]] = {}
     for index, member in enumerate(executors):
         entry = member.registry.get(key)
@@ -139,7 +139,7 @@ def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
     filled = _BAR_WIDTH * done // total if total else _BAR_WIDTH
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
     end = "\n" if key is None else ""
-    # Each text overwrites the previous text; trailing spaces erase the rest of a longer text.
+    # Each text overwrites the previous text; trailing spaces erase the end of a longer one.
     sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_describe(key):<24}{end}")
     sys.stderr.flush()
 

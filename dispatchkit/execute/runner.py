@@ -88,7 +88,8 @@ class GraphRunner:
         controls: Operations on graphs, such as capture, freeze and evict.
         lanes: The lanes; each is an executor with its own dispatcher, graphs and counters.
         taps: The recorder, the listener and the watcher that observe steps.
-        decisions: Steps that are decided first and run later, so that ranks can agree on them.
+        decisions: Steps that are decided first and run later, so that ranks can agree on the
+            decisions.
         swapper: Swaps of the policy, configuration or limits while steps run.
 
     Raises:
@@ -236,7 +237,8 @@ class GraphRunner:
         """Run a step on the contents of ``buffers``.
 
         The caller writes the first ``num_tokens`` rows. If an earlier step used rows beyond these,
-        the runner resets them to the fill value. Arguments, results and errors are those of a call.
+        the runner resets them to the fill value. The other arguments, the results and the errors
+        are those of a call.
 
         Raises:
             InputError: The runner has axes; or no graph serves the batch, and the batch is larger
@@ -293,7 +295,7 @@ class GraphRunner:
         Raises:
             InputError, DescriptorError, NoGraphError: As in a call.
             ReplayError: As in a call, or the current stream is capturing.
-            PolicyError: As in a call, or the runner is strict, and the lane policy raised or
+            PolicyError: As in a call; or the runner is strict and the lane policy raised or
                 returned an invalid lane.
         """
         return self.lanes.submit(
@@ -410,7 +412,7 @@ class GraphRunner:
         autocast, because a graph serves only steps that run in the state of its capture. The
         explanation cannot predict failures that occur only when the step runs, such as a failed
         replay. It includes the times of earlier steps with this decision if the policy requested
-        measurements. Call ``drain`` first to read the latest times.
+        measurements. Call ``drain`` first to include the latest times.
 
         Args:
             num_tokens: Number of tokens in the batch.
@@ -480,8 +482,8 @@ class GraphRunner:
 
         Every step runs exactly once. Steps that have begun use the old settings; later steps use
         the new settings. Graphs that both the old and the new settings need are kept. While new
-        graphs are captured, old and new graphs together must fit the larger of the old and new
-        limits.
+        graphs are captured, old and new graphs together must fit within the larger of the old and
+        new limits.
 
         Args:
             policy: Name of a policy, or a policy object that no runner uses; by default a copy of
@@ -490,7 +492,8 @@ class GraphRunner:
                 ``policy`` is None.
             config: A complete configuration, instead of the next four arguments.
             sizes: Capture sizes.
-            max_num_tokens: Largest batch in tokens; explicitly given sizes do not change.
+            max_num_tokens: Largest batch in tokens. Default capture sizes are derived from it
+                again; explicitly given sizes do not change.
             max_num_seqs: Largest number of requests in a batch.
             mode: Runtime modes of decode and mixed batches.
             max_graphs: Largest number of live graphs per lane; None for no limit.

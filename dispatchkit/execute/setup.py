@@ -267,8 +267,8 @@ def check_slot_state(
         options: Options of the runner; only ``rows_independent`` is used.
 
     Raises:
-        ConfigError: The state has ``RawBank`` banks, is on a different device, or is compact
-            although batches may be split.
+        ConfigError: The state has ``RawBank`` banks, is not on ``device``, or is compact although
+            batches may be split.
     """
     setting = f"inputs[{name!r}]"
     if state.is_raw:
@@ -295,7 +295,8 @@ def make_backend(
     """Return the backend for a name or a device, or validate a backend object.
 
     Raises:
-        ConfigError: The name and device contradict each other, or the object is not a backend.
+        ConfigError: The device is invalid or contradicts ``backend``, or the object is not a
+            backend.
         UnknownNameError: No backend has the given name.
         BackendUnavailableError: The backend cannot run here.
     """
@@ -341,7 +342,8 @@ def make_policy(
 ) -> tuple[Policy, str, PluginSet | None]:
     """Return a policy, its origin and the plugins.
 
-    The origin of a policy object is empty. The plugins are those given or loaded, or None.
+    The origin of a policy object is empty. The plugins are those given, or else those loaded to
+    create the policy; None if neither.
 
     Args:
         policy: A policy or its name. None selects the policy that a plugin chooses for the
@@ -354,6 +356,7 @@ def make_policy(
         ConfigError: Options were given without a policy name, or the factory does not accept them.
         UnknownNameError: No policy has the given name; the message lists similar names.
         PluginError: The hook that selects the policy raised or did not return a name.
+        PolicyError: The policy's factory raised or did not return a policy.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError("policy_options", options, "a dictionary of options by name")

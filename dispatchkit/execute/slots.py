@@ -8,9 +8,10 @@
 Callers pass slots. The step receives ``SlotRows`` in their place, to read and write the rows.
 After the rows of the slots, each bank has a *blank* row, which always holds the initial state of a
 session, and a *sink*, which is never read. Padding rows, and the dummy rows of a warmup or capture,
-read the blank row and write to the sink, so a run on dummy rows need not save the banks. The proof
-of rows uses free slots if there are enough of them, and clears them afterwards. Free slots hold the
-initial state, so a session that joins needs no work on the device.
+write to the sink, so a run on dummy rows need not save the banks. These rows read the blank row or,
+with compact sessions, the rows of other slots. The proof of rows uses free slots if there are
+enough of them, and clears them afterwards. Free slots hold the initial state, so a session that
+joins needs no work on the device.
 
 A ``RawBank``, such as a decoder's key-value cache, is addressed by the step itself. It has rows
 only for the slots, and a slot is cleared when a session joins.
@@ -69,9 +70,9 @@ class RawBank(StaticInput):
 
     Attributes:
         positions: Dimension of a session's positions, if each step writes only some positions.
-            Padding rows write to the last position, which is never read, and ``SlotState.leave``
-            can limit moves to the positions in use. If None, steps change whole rows in place, and
-            padding rows change the rows of free slots.
+            Padding rows must then write to the last position, which is never read, and
+            ``SlotState.leave`` can limit moves to the positions in use. If None, steps change whole
+            rows in place, and padding rows change the rows of free slots.
         is_read_only: Whether steps never change the bank.
     """
 
@@ -179,7 +180,7 @@ class SlotRows:
 
     Args:
         state: State that contains the banks.
-        index: Bank rows to write, one for each row of the step (B,): slots or the sink.
+        index: Bank rows to write (B,), one for each row of the step: slots or the sink.
         watch: Watch that checks the step's writes to the rows, or None.
 
     Attributes:
@@ -194,7 +195,7 @@ class SlotRows:
         self.index: torch.Tensor = index
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the rows of a bank, with size B in the dimension of the slots."""
+        """Return the rows of a bank, one for each row of the step."""
         state, number = self._state, self.index.shape[0]
         bank = state.get_bank(name)
         if state.compact and number <= state.num_slots:
@@ -303,7 +304,7 @@ class SlotState:
         )
         numpy = numpy_module()
         self._slots: dict[Hashable, int] = {}
-        # Whether a change has begun and not ended, so that everything but ``_slots`` may be wrong.
+        # Whether a change has begun but not ended; all attributes but ``_slots`` may then be wrong.
         self._is_changing = False
         self._is_taken = numpy.zeros(self.num_slots, dtype=bool)
         self._numbers = numpy.arange(self.num_slots)

@@ -79,7 +79,7 @@ def _breaker() -> Breaker | None:
 
 
 def graph_break() -> None:
-    """End the current graph here and begin the next one, without an eager call.
+    """End the current graph here and begin the next one, without an eager call in between.
 
     In FULL and in eager runs, this function does nothing.
     """
@@ -99,7 +99,7 @@ def eager_region(fn: None = None) -> _EagerBlock: ...
 
 
 def eager_region(fn: Any = None) -> Any:
-    """Mark a function or a ``with`` block that runs eager between graphs.
+    """Mark a function or a ``with`` block to run eager between graphs.
 
     In FULL, marked code is part of the single graph.
 

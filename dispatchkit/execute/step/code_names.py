@@ -74,7 +74,7 @@ def names_of_getter(value: Any) -> frozenset[str]:
         return frozenset()
     reduced: Any = value.__reduce__()
     made, arguments = reduced
-    if isinstance(value, operator.methodcaller):  # keyword arguments are bound by ``partial``
+    if isinstance(value, operator.methodcaller):  # with keyword arguments, ``made`` is a partial
         arguments = getattr(made, "args", arguments)[:1]
     return frozenset(name for path in arguments for name in str(path).split("."))
 

@@ -487,8 +487,8 @@ def _iterator(one: Any) -> Any:
 
     The ``repr`` of ``count`` and ``repeat`` contains their position. The position of other
     ``itertools`` objects follows from the iterators and values that they refer to. Internal
-    counters are not accessible, so an advance of a ``cycle`` after its first pass, or of an
-    ``islice`` between two items, is not detected.
+    counters are not accessible, so an advance of a ``cycle`` after its first pass, or of a ``tee``
+    iterator, is not detected.
     """
     if isinstance(one, types.GeneratorType):
         frame = one.gi_frame
