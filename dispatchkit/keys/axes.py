@@ -32,7 +32,7 @@ def _buckets(value: Any) -> tuple[int, ...]:
 @refuses_unknown_names
 @attrs.frozen
 class Axis:
-    """A user-defined dimension of batches, with the buckets to capture graphs for.
+    """A user-defined dimension or host value, with the buckets to capture graphs for.
 
     Attributes:
         name: The name that callers and the step use.
@@ -181,10 +181,11 @@ class Variants:
         return loras, tuple(buckets)
 
     def values(self, variant: int) -> tuple[int, ...]:
-        """Return the value of each axis, or a value with the same bucket.
+        """Return one value per axis for a variant.
 
-        A plain int encodes only the buckets, so each bucket is returned as the value. For a value
-        outside all buckets, the largest bucket plus 1 is returned.
+        A ``Variant`` has the values that it was computed from. A plain int encodes only the
+        buckets, so each bucket is returned as the value. For an axis whose value was outside all
+        buckets, the largest bucket plus 1 is returned.
         """
         if isinstance(variant, Variant):
             return variant.values

@@ -71,7 +71,7 @@ def check_capture_sizes(
             is above the limit with ``over_limit="refuse"``.
 
     Warns:
-        CaptureSizeWarning: A limit is given, and sizes were dropped, no size is left, or batches
+        CaptureSizeWarning: Only with a limit: sizes were dropped, no size is left, or batches
             between the largest size and the limit have no graph.
     """
     if isinstance(sizes, str):
@@ -184,19 +184,19 @@ class SizeRules:
             query length, instead of ``max_num_seqs`` alone.
         coarse_above: Whether the step between sizes doubles from 256 on.
         small_sizes_always: Whether 1, 2 and 4 are kept even if the maximum is smaller.
-        filters_user_list: Whether sizes above the token limit, and sizes that the tensor-parallel
-            filter rejects, are removed from the user's list.
+        filters_user_list: Whether sizes above ``max_num_batched_tokens``, and sizes that the
+            tensor-parallel filter rejects, are removed from the user's list.
         tensor_parallel_filter: Whether sequence parallelism limits sizes to multiples of the
             tensor-parallel size.
-        adds_limits: Whether the token limit and the sizes of decode batches are added to the
-            derived sizes.
+        adds_limits: Whether ``max_num_batched_tokens`` and the sizes of decode batches are added to
+            the derived sizes.
         rounds: When sizes are rounded to multiples of the query length. ``full_decode``: if decode
             batches run FULL. ``separate_full_decode``: if decode batches run FULL and mixed batches
             run in another mode. None: never.
         rounding_with_tensor_parallel: When sizes are also rounded to multiples of a tensor-parallel
             size above one; ``sequence_parallel`` means only with sequence parallelism.
-        empty_rounding: What happens if no rounded size fits the maximum: ``raise`` an error, or
-            ``keep`` the unrounded sizes.
+        empty_rounding: What happens if even the smallest multiple is above the maximum: ``raise``
+            an error, or ``keep`` the unrounded sizes.
     """
 
     descending: bool = False
@@ -339,7 +339,7 @@ def derive_capture_sizes(
             raise ConfigError(
                 "max_capture_size",
                 user_max_size,
-                f"the largest usable capture size ({largest}) when both are given",
+                f"the largest usable capture size ({largest}) if capture sizes are also given",
                 message=f"max_capture_size is {user_max_size}, but the largest usable capture size "
                 f"is {largest}. Omit max_capture_size or the capture sizes.",
             )
@@ -373,7 +373,8 @@ def round_sizes_for_query_len(
 ) -> CaptureSizes:
     """Round sizes up to multiples of a query length, and drop those above a maximum.
 
-    A uniform batch padded to a rounded size consists of whole requests. Call
+    A uniform batch padded to a rounded size consists of whole requests. If all rounded sizes are
+    above the maximum, but the smallest multiple is not, this multiple is the only size. Call
     ``rounds_for_query_len`` to find out whether a mode requires rounding.
 
     Args:
@@ -385,9 +386,9 @@ def round_sizes_for_query_len(
         sequence_parallel: Whether sequence parallelism is on.
 
     Raises:
-        ConfigError: No rounded size fits the maximum; or sizes must also be rounded to multiples of
-            the tensor-parallel size, and the query length is neither a multiple nor a divisor of
-            that size.
+        ConfigError: Even the smallest multiple is above the maximum; or sizes must also be rounded
+            to multiples of the tensor-parallel size, and the query length is neither a multiple nor
+            a divisor of that size.
     """
     rules = _rules(generation, _ROUNDING_RULES)
     given = tuple(sizes)

@@ -70,8 +70,8 @@ class DispatchConfig:
         max_num_seqs: Maximum number of requests in a batch. The default is ``max_num_tokens``.
         query_lens: Tokens per request of uniform decode batches, in which every request is past its
             prompt and has exactly this many tokens. Several lengths are possible, for example if
-            the number of draft tokens varies. The ``uniform`` argument of ``dispatch`` is a 1-based
-            index into this tuple.
+            the number of draft tokens varies. For a uniform batch, the ``uniform`` argument of
+            ``dispatch`` is the 1-based index of the batch's query length in this tuple.
         varlen_decode: Whether decode graphs accept requests of varying length, up to the first
             query length. For a batch of such requests, the ``uniform`` argument of ``dispatch`` is
             ``len(query_lens) + 1``.
@@ -80,7 +80,7 @@ class DispatchConfig:
         max_loras: Largest number of adapters active in a batch, at most 4,096; 0 means no adapters.
         specialize_lora: Whether to also capture graphs without adapters.
         specialize_active_loras: Whether to capture graphs for several numbers of adapters (powers
-            of two), instead of one graph for all numbers.
+            of two and ``max_loras``), instead of only for ``max_loras``.
         axes: User-defined axes to capture graphs for, such as a sequence length.
 
     Numbers may be given as strings, for example from a command line or the environment.

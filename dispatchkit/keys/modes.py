@@ -192,8 +192,9 @@ _WITHOUT_PIECEWISE = {
 # -- allowed modes as one small int -------------------------------------------------------
 
 #: The modes that each code allows. Codes 0, 1 and 2 equal the value of a runtime mode, and allow
-#: this mode and those below it: ``RuntimeMode.PIECEWISE`` means at most PIECEWISE. Codes 3 to 6
-#: exclude eager, PIECEWISE or both; ranks that have agreed on PIECEWISE or FULL can use 3 or 4.
+#: this mode and those below it: ``RuntimeMode.PIECEWISE`` means at most PIECEWISE. Code 3 allows
+#: only PIECEWISE and code 4 only FULL, for ranks that have agreed on that mode. Code 5 excludes
+#: eager, and code 6 excludes PIECEWISE.
 ALLOWED_MODES: tuple[frozenset[RuntimeMode], ...] = (
     frozenset((RuntimeMode.NONE,)),
     frozenset((RuntimeMode.NONE, RuntimeMode.PIECEWISE)),
@@ -210,7 +211,7 @@ def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
     """Return runtime modes given as members, names or values.
 
     Raises:
-        ConfigError: The modes are not a list.
+        ConfigError: The modes are not a list, or one of them is a pair.
         UnknownNameError: One of the names is not the name of a mode.
     """
     if isinstance(modes, str) or not isinstance(modes, Iterable):
@@ -234,7 +235,7 @@ def allowed_modes_code(
         An index into ``ALLOWED_MODES``.
 
     Raises:
-        ConfigError: All modes are excluded, or the modes are not a list.
+        ConfigError: All modes are excluded, the modes are not a list, or one of them is a pair.
         UnknownNameError: One of the names is not the name of a mode.
     """
     given = parse_modes(RuntimeMode if valid is None else valid, "valid")
@@ -280,7 +281,7 @@ class AttentionSupport(enum.IntEnum):
         return cls[name]
 
 
-#: The batches that each partial level allows, in words.
+#: The batches for which attention can be captured, at each level between NEVER and ALWAYS.
 _BATCHES = {
     AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE: "uniform decode with one token per request",
     AttentionSupport.UNIFORM_BATCH: "uniform decode",

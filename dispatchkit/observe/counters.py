@@ -60,7 +60,10 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the counter of steps that replay a graph, or a graph per part of a split batch."""
+        """Return the counter of steps that replay the given graphs.
+
+        Several keys are the graphs of a split batch, one per part.
+        """
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
@@ -195,7 +198,7 @@ class RunnerStats:
             for name, value in attrs.asdict(other, recurse=False).items():
                 if isinstance(value, int):
                     summed[name] += value
-                elif name == "segments":  # equal on all lanes
+                elif name == "segments":  # not summed: the first lane that has a key wins
                     summed[name] = value | summed[name]
                 else:
                     for key, count in value.items():

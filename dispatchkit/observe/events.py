@@ -1,8 +1,8 @@
 """Events, and the observers that receive them.
 
-An observer is any object with methods named after events, its callbacks: ``on_capture(event)`` is
-called for each ``CaptureEvent``, and so on. The event is a frozen record; later versions may add
-fields.
+An observer is any object with callbacks. A callback is a method named after an event:
+``on_capture(event)`` is called for each ``CaptureEvent``, and so on. The event is a frozen record;
+later versions may add fields.
 
 Events such as captures, evictions and policy swaps are rare: a warm step sends none. A callback
 runs on the thread where the event occurs, possibly during a step or a capture. Until the callback
