@@ -487,8 +487,9 @@ def _iterator(one: Any) -> Any:
 
     The ``repr`` of ``count`` and ``repeat`` contains their position. The position of other
     ``itertools`` objects follows from the iterators and values that they refer to. Internal
-    counters are not accessible, so an advance of a ``cycle`` after its first pass, or of a ``tee``
-    iterator, is not detected.
+    counters are not accessible. An advance of a ``cycle`` after its first pass, of a ``tee``
+    iterator, or of ``product``, ``permutations`` or ``combinations`` over equal values is therefore
+    not detected.
     """
     if isinstance(one, types.GeneratorType):
         frame = one.gi_frame
@@ -510,7 +511,8 @@ def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
         if is_plain(value)
         else _iterator(value)
         if _is_iterator(value)
-        else _held_by_iterator(value)
+        # Not by iteration: zip_longest puts null pointers into its tuple.
+        else _held_by_iterator(gc.get_referents(value))
         if isinstance(value, tuple)
         else (id(value), len(value))
         if isinstance(value, list)
