@@ -188,8 +188,8 @@ class BufferOptions:
     """Settings for static input and output buffers.
 
     Attributes:
-        row_count: Name of a 0-d int64 input on the device, which the runner fills with the number
-            of rows without padding; None if the step needs no such input.
+        row_count: Name of a 0-d int64 input on the device. The runner sets this input to the
+            number of real rows of the batch. None if the step needs no such input.
         buffer_rows: Minimum number of rows in static inputs, so that a later swap can use larger
             sizes; by default the rows of the largest size.
         output_batch_dims: Index of each output's batch dimension, or None for outputs without one.
@@ -239,7 +239,8 @@ class RunnerOptions:
         policy_options: Keyword arguments for the function that creates a policy given by name.
         device: Device of the input tensors, such as ``cuda:1``; by default the backend's device.
         strict: Whether a step raises NoGraphError if it would run eager because no graph can serve
-            it. A fault of the policy then raises PolicyError.
+            it. If True, a step also raises PolicyError when the policy raised or returned an
+            invalid value.
         check: Which replays are compared with an eager run, for tests and debugging (slow). N:
             every Nth replay. 0 or None: no replay. ``first``: the first replay and the first padded
             replay of each graph. Steps are not timed while checks are on.

@@ -60,8 +60,8 @@ class StepRecorder:
         """Record a step, described by the arguments of ``dispatch``.
 
         Axis values are recorded as passed to ``DispatchConfig.variant``. If ``loras`` was not
-        returned by ``variant``, only the buckets are known. Each bucket is then recorded as the
-        value; for a value outside all buckets, the largest bucket plus 1.
+        returned by ``variant``, only the buckets are known. Each bucket is then recorded in place
+        of the value. If the value was outside all buckets, the largest bucket plus 1 is recorded.
         """
         ring, at = self._ring, self._at
         ring[at] = perf_counter_ns()
@@ -103,8 +103,8 @@ class StepRecorder:
         """Return the kept steps as a trace, oldest first.
 
         Steps are numbered from the first recorded step. A column is omitted if its value is unknown
-        for any step: ``num_reqs`` if a mixed batch was passed without it, ``max_query_len`` if a
-        batch was mixed.
+        for any step: ``num_reqs`` if a batch that is not uniform was recorded without it,
+        ``max_query_len`` if a batch was mixed or its counts contradict its query class.
         """
         rows = list(self._rows())
         names = [axis.name for axis in self._config.axes]
@@ -121,7 +121,7 @@ class StepRecorder:
                 is_uniform, longest = False, None  # the counts contradict the query class
             if not tokens:
                 longest = 0
-            elif longest is not None:  # the limit of the query class may exceed the batch's tokens
+            elif longest is not None:  # the class's max_query_len may exceed the batch's tokens
                 longest = min(longest, tokens)
             axes = dict(zip(names, values, strict=True))
             steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))

@@ -59,8 +59,9 @@ def trace_config(
 def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
     """Return the ``loras`` argument of ``dispatch`` for each step of a trace.
 
-    The argument is the number of adapters, at most ``config.max_loras``. If the configuration has
-    axes, the argument is the variant, which encodes the number of adapters and the axis buckets.
+    The argument is the number of adapters, but at most ``config.max_loras``. If the configuration
+    has axes, the argument is the variant, which encodes the number of adapters and the axis
+    buckets.
 
     Raises:
         TraceError: The trace lacks the column of an axis of the configuration.

@@ -32,7 +32,7 @@ __all__ = [
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 """Default maximum number of uncompressed bytes to read from a trace."""
 
-_BLOCK = 1 << 16  # small enough for a block and its cells to stay in the cache
+_BLOCK = 1 << 16  # small enough for a block and its cells to stay in the CPU cache
 _MAX_LINE = 1 << 16  # lines of traces are shorter than 200 bytes, but log lines may be long
 _GZIP_MAGIC = b"\x1f\x8b"
 _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}

@@ -35,10 +35,10 @@ class TraceWarning(UserWarning):
 class TraceWriter:
     """A writer that appends steps to a trace while a program runs.
 
-    Use it in a ``with`` statement. ``write`` appends the step to ``PATH.part`` (or ``PATH.1.part``
-    and so on, if that exists) as plain text. When the block ends, even with an exception or
-    ``sys.exit``, this file is renamed to PATH, or compressed into PATH if PATH ends in ``.gz``. If
-    the process is killed, the file remains and can be read as a trace.
+    Use it in a ``with`` statement. ``write`` appends the step as plain text to ``PATH.part``, or to
+    ``PATH.1.part`` and so on if ``PATH.part`` exists. When the block ends, even with an exception
+    or ``sys.exit``, this file is renamed to PATH, or compressed into PATH if PATH ends in ``.gz``.
+    If the process is killed, the file remains and can be read as a trace.
 
     A full disk does not stop the program: ``write`` warns once, and ``num_lost`` counts the steps
     that cannot be written. At the end of the block, PATH contains the earlier steps, and TraceError
@@ -53,7 +53,8 @@ class TraceWriter:
     Args:
         path: Path of the trace. A name ending in ``.jsonl`` selects JSON lines, any other name CSV;
             an additional ``.gz`` compresses the file. An existing file is replaced at the end.
-        columns: Columns to write; by default the columns for which the first step has values.
+        columns: Columns to write; by default ``step`` and the columns for which the first step has
+            values.
 
     Attributes:
         num_steps: Number of written steps.
@@ -133,7 +134,7 @@ class TraceWriter:
             )
 
     def discard(self) -> None:
-        """Close the writer and remove the unfinished file; an existing trace is kept."""
+        """Close the writer and remove the unfinished file; an existing file at PATH is kept."""
         part, self._part = self._part, None
         if part is not None:
             self._closing.detach()
@@ -346,8 +347,8 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) 
 
     Args:
         path: Path of the trace. An existing file is replaced.
-        steps: A StepTrace, or an iterable of steps or numbers of tokens. Columns without a value in
-            the first step are omitted.
+        steps: A StepTrace, or an iterable of steps or numbers of tokens. The column ``step`` is
+            always written; other columns are omitted if the first step has no value for them.
 
     Raises:
         TraceError: The file cannot be written, or a step is impossible, lacks a value for a column,

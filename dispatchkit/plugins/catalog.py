@@ -92,7 +92,7 @@ class Catalog:
             ConfigError: The factory does not accept these options.
             PolicyError: A policy's factory raised or did not return a policy.
             BackendUnavailableError: A module that the backend needs cannot be imported.
-            PluginError: The factory of another kind of object raised, or returned an invalid
+            PluginError: The factory of an object other than a policy raised, or returned an invalid
                 object.
         """
         registered = self.get(kind, name)
@@ -141,7 +141,7 @@ def check_options(what: str, factory: Callable[..., Any], options: dict[str, Any
     try:
         signature.bind(**options)
     except TypeError as error:
-        # Without annotations, which may be quoted strings (`from __future__ import annotations`).
+        # Omit annotations: they may be quoted strings (`from __future__ import annotations`).
         plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
         raise ConfigError(
             f"options of {what}",

@@ -129,8 +129,9 @@ class Filter:
 
     Attributes:
         allowed: Sets of allowed names: from the argument ``allow``, if given, and from the
-            environment variable, if set. The name of an installed plugin must be in every set.
-        blocked: Names of plugins that are never loaded.
+            environment variable ``DISPATCHKIT_PLUGINS``, if set. An installed plugin is loaded only
+            if every set contains its name or the name of its distribution.
+        blocked: Names of plugins or distributions that are never loaded.
     """
 
     allowed: tuple[frozenset[str], ...] = ()

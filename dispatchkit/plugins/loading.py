@@ -83,7 +83,7 @@ def load(
         raise
     except PluginFault as fault:
         raise PluginError(origin, str(fault)) from fault
-    # Any other exception of the import, even SystemExit, becomes a PluginError.
+    # Any other exception that the plugin raises, even SystemExit, becomes a PluginError.
     except BaseException as error:
         text = f"{doing[-1]} {describe_exception(error)}"
         raise PluginError(origin, text) from error

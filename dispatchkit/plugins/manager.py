@@ -1,9 +1,9 @@
 """HookManager: a pluggy manager that adds a plugin completely or not at all.
 
-pluggy validates the names and arguments of hooks, but silently accepts plugins whose hooks would
-never run, because the plugin is a class, or because a hook is unmarked or ``async``. This manager
-rejects such plugins. It passes pluggy only a plain namespace of functions, because pluggy (up to
-1.6) evaluates every property of a plugin and compares plugins by ``==``.
+pluggy validates the names and arguments of hooks, but silently accepts some plugins with hooks that
+would never run: a class, or a plugin with an unmarked or ``async`` hook. This manager rejects such
+plugins. It passes pluggy only a plain namespace of functions, because pluggy (up to 1.6) evaluates
+every property of a plugin and compares plugins by ``==``.
 """
 
 from __future__ import annotations
