@@ -148,8 +148,8 @@ class CaseRunner:
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Number of cases per property with the default hypothesis profile, which runs
-            100 examples. A profile with 200 examples doubles the number of cases.
+        max_examples: Number of cases per property (fewer for slow properties), if the hypothesis
+            profile has its default ``max_examples`` of 100. With 200, the number of cases doubles.
     """
 
     seed: int = 0

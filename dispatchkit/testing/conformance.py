@@ -135,8 +135,8 @@ def run_policy_conformance(
         policy: A fresh policy, or a factory of policies, such as a class. If you pass a policy, the
             tests use deep copies of it.
         seed: Seed of the random cases; the same seed gives the same verdict.
-        max_examples: Number of cases per property with the default hypothesis profile, which runs
-            100 examples. A profile with 200 examples doubles the number of cases.
+        max_examples: Number of cases per property (fewer for slow properties), if the hypothesis
+            profile has its default ``max_examples`` of 100. With 200, the number of cases doubles.
         configs: Hypothesis strategy for the configurations to test; None for all kinds of
             configurations.
 
@@ -203,10 +203,10 @@ _KINDS = (
 
 
 def _factory(policy: Any, asked: str) -> Callable[[], Any]:
-    """Check that policies have the given method, and return a function that creates them.
+    """Return a function that creates policies, after checking that a policy has the method.
 
     Raises:
-        TypeError: The policies lack the method.
+        TypeError: The policy lacks the method.
     """
     if not inspect.isclass(policy) and any(hasattr(policy, method) for method, *_ in _KINDS):
         first, make = policy, lambda: copy.deepcopy(policy)
@@ -218,10 +218,10 @@ def _factory(policy: Any, asked: str) -> Callable[[], Any]:
         return make
     wanted = next(kind for method, kind, _ in _KINDS if method == asked)
     hints = [f" For {kind}, use {test}." for method, kind, test in _KINDS if hasattr(first, method)]
-    source = "" if first is policy else " from the factory"
+    got = "got" if first is policy else "the factory returned"
     raise TypeError(
         f"{wanted.capitalize()} is an object with the method {asked}(), or a factory that returns "
-        f"one; got {first!r}{source}, which has no {asked}().{''.join(hints)}"
+        f"one; {got} {first!r}, which has no {asked}().{''.join(hints)}"
     )
 
 

@@ -167,7 +167,7 @@ class InputTransportTests:
             )
 
     def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(self, bench: Bench) -> None:
-        """A step of any kind reads its own rows, even after a larger step of another kind."""
+        """Each step (in place, eager, ...) reads its own rows, even after a larger step."""
         kinds = ["call", "strided", "negated", "in place", "eager"]
         if bench.way.node in ("used", "short"):
             kinds += ["refused", "refused in place"]
@@ -530,7 +530,7 @@ class _SwitchedNode:
         return problem
 
     def setter(self, regions: Any, offsets: Any = ()) -> Callable[[Any], int]:
-        """Return a function that sets the node, or returns error 1 if the switch refuses."""
+        """Return a function that sets the node, but returns 1 while ``switch.refuses`` is True."""
         set_node, switch = self._real.setter(regions, offsets), self._switch
 
         def set_or_refuse(tensors: Any) -> int:

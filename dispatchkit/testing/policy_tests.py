@@ -60,8 +60,8 @@ class PolicyTests(CaseRunner):
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Number of cases per property with the default hypothesis profile, which runs
-            100 examples. A profile with 200 examples doubles the number of cases.
+        max_examples: Number of cases per property (fewer for slow properties), if the hypothesis
+            profile has its default ``max_examples`` of 100. With 200, the number of cases doubles.
     """
 
     # -- declared keys ------------------------------------------------------------------
@@ -84,8 +84,8 @@ class PolicyTests(CaseRunner):
                 problem = "the same keys in a different order or number"
                 if differing:
                     problem = (
-                        "different keys; the keys in only one of the two results are "
-                        f"{', '.join(differing[:6])}{more}"
+                        "different keys than the first call; the keys in only one of the two "
+                        f"results are {', '.join(differing[:6])}{more}"
                     )
                 case.fail(f"In {call}, declare returned {problem}")
 
@@ -95,8 +95,8 @@ class PolicyTests(CaseRunner):
 
         The configuration determines the size of static inputs. The capture of a key beyond the
         configured limits would read past the end of these inputs. The attention backend may be
-        unable to capture in a mode that is not configured. (``max_loras`` + 1 adapters are allowed,
-        because the base model counts as one.)
+        unable to capture in a mode that is not configured. (If ``max_loras`` is not 0, a key may
+        have ``max_loras`` + 1 adapters, because the base model counts as one.)
         """
         config, mode = case.config, case.config.mode
         most_loras = config.max_loras + (config.max_loras > 0)
@@ -521,7 +521,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(learning=True)
     def test_same_outcomes_same_updates(self, case: Case) -> None:
-        """Two policies request the same changes after the same outcomes.
+        """Two fresh policies request the same changes after the same outcomes.
 
         Otherwise, a recorded trace would not reproduce a run, and ranks that use the same measured
         times would diverge.

@@ -111,7 +111,7 @@ class RunnerTests:
                 pair.call(max(1, num_tokens))
 
     def test_result_keeps_its_values_over_later_calls(self) -> None:
-        """Later replays do not change a result that belongs to the caller."""
+        """Later steps do not change the result of an earlier step."""
         with self._pair() as pair:
             torch = pytest.importorskip("torch")
             tree = torch.utils._pytree  # noqa: SLF001 - torch has no public equivalent
@@ -123,7 +123,7 @@ class RunnerTests:
                 pair.compare(result, before, "A later step changed an earlier result.")
 
     def test_random_traffic_gives_eager_results(self) -> None:
-        """Results match eager runs while graphs are captured, evicted, disabled and enabled."""
+        """Capturing, evicting, disabling or enabling graphs between steps changes no result."""
         with self._pair() as pair:
             rng, runner = pair.rng, pair.runner
             for _ in range(self.num_steps):
@@ -186,7 +186,7 @@ class RunnerTests:
                 pair.call(pair.rng.randint(1, pair.largest))
             stats = pair.runner.stats()
             if pair.backend.num_captures >= 2:
-                assert stats.capture_failures > 0, "A capture that raised was not counted."
+                assert stats.capture_failures > 0, "A capture failed, but no failure was counted."
 
     def test_replay_that_fails_runs_the_step_once(self) -> None:
         """If a launch fails, the step runs eager exactly once."""
@@ -325,7 +325,7 @@ class _FaultyBackend:
         return getattr(self._real, name)
 
     def direct_launch(self, graph: Any) -> None:
-        """Return None, because a direct launch of the graph could not fail on demand."""
+        """Return None, because a direct launch of the graph cannot be made to fail."""
 
     def capture(self, run: Callable[[], Any], **options: Any) -> Any:
         """Capture the callable, or fail inside the capture."""

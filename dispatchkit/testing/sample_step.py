@@ -26,13 +26,13 @@ class SampleStep:
         return [graph_piece(self.embed), eager_piece(self.mix), graph_piece(self.finish)]
 
     def embed(self, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Look up embeddings and project them."""
+        """Look up embeddings, add ``values`` and project the sums."""
         return (self.table[tokens] + values) @ self.weight
 
     def mix(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return cumulative sums over rows; padding comes last, so real rows ignore it."""
+        """Return cumulative sums over rows; padding comes last, so it does not affect real rows."""
         return hidden.cumsum(0)
 
     def finish(self, mixed: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return ``tanh`` of the cumulative sums, and twice the absolute values."""
+        """Return ``tanh`` of the cumulative sums, and twice the absolute value of ``values``."""
         return {"mixed": mixed.tanh(), "size": values.abs() * 2}

@@ -1,4 +1,4 @@
-"""Return the decisions of a policy for sample batches, from this process or a new one.
+"""Compute a policy's decisions for sample batches, in this process or a new one.
 
 The ranks of a job should make the same decisions, and so should a server after a restart. These are
 separate processes, and the order of sets, or of objects sorted by address, can differ between
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def _import(name: str, source: str) -> None:
-    """Import a module by name, or from its file (for test files, which may not be importable)."""
+    """Import a module by name, or from its file (test files often cannot be imported by name)."""
     try:
         importlib.import_module(name)
         return

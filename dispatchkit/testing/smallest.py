@@ -22,7 +22,7 @@ __all__ = ["OneBucketPolicy", "SmallestPolicy"]
 
 
 class SmallestPolicy:
-    """A policy that chooses the smallest ready FULL graph, or else the smallest PIECEWISE graph.
+    """A policy that chooses the smallest ready graph, but prefers any FULL graph to PIECEWISE ones.
 
     Use this policy in tests of components other than policies. Its decisions depend only on the
     batch, the configuration and the captured graphs. Override ``declare`` to test other keys.

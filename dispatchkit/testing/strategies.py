@@ -64,7 +64,7 @@ def configs(
     lens = draw(st.sampled_from(query_lens))
     one_size = st.integers(1, limit)
     sizes = draw(st.lists(one_size, min_size=0 if odd else 3, max_size=7))
-    if draw(st.booleans()):  # round sizes up to multiples of the query length
+    if draw(st.booleans()):  # round sizes up to multiples of the first query length
         sizes = [min(limit, -(-size // lens[0]) * lens[0]) for size in sizes]
     if draw(st.booleans()) and sizes:
         sizes.append(limit)

@@ -185,7 +185,7 @@ def test_what_is_no_policy_is_refused():
         TypeError, match=r"A policy is .* or a factory that returns one; got 7, which has no decide"
     ):
         run_policy_conformance(7)
-    with pytest.raises(TypeError, match=r"method decide\(\), .* got None from the factory, which"):
+    with pytest.raises(TypeError, match=r"method decide\(\), .* the factory returned None, which"):
         run_policy_conformance(lambda: None)
 
 
