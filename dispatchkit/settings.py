@@ -49,7 +49,7 @@ _NO_SETTINGS = frozenset(
         FILE_VARIABLE,
         "DISPATCHKIT_METRICS",  # read by dispatchkit-vllm in a vLLM process
         "DISPATCHKIT_REQUIRE_GPU",  # read by the GPU tests
-        "DISPATCHKIT_SLEEP_LIBRARY",  # read when memory pools are put to sleep
+        "DISPATCHKIT_SLEEP_LIBRARY",  # read when the allocator for sleeping pools is loaded
         "DISPATCHKIT_TRACE",  # read by dispatchkit-vllm in a vLLM process
     }
 )
@@ -216,7 +216,8 @@ SETTINGS: Mapping[str, Setting] = {
 VARIABLES: frozenset[str] = _NO_SETTINGS | {PREFIX + name.upper() for name in SETTINGS}
 """All environment variables that dispatchkit and its distributions read."""
 
-# Runner settings that are arguments of GraphRunner; the others are fields of RunnerOptions.
+# Runner settings that are arguments of GraphRunner. The others are fields of RunnerOptions or of
+# one of its groups, such as CaptureOptions.
 _ARGUMENTS = names_of(RunnerArguments)
 
 
@@ -243,7 +244,8 @@ class Settings:
     """The settings in effect, each with its source.
 
     Attributes:
-        given: For each setting, by name, its given values; the first overrides the others.
+        given: The values given for each setting, by its name. The first value of a setting
+            overrides the others.
         file: The TOML file that was read, or None.
     """
 
@@ -326,8 +328,8 @@ class Settings:
     def plugin_filter(self) -> dict[str, Any]:
         """Return keyword arguments for ``load_plugins``.
 
-        If plugin settings were given, they already include those from the environment, so the
-        arguments make ``load_plugins`` ignore the environment.
+        If any source gives a plugin setting, the environment has already been taken into account,
+        so the arguments make ``load_plugins`` ignore the environment.
         """
         found: dict[str, Any] = {"allow": self["plugins"], "block": self["disable"] or None}
         return {**found, "environ": {}} if self.chosen("plugins") else found
@@ -424,8 +426,8 @@ def load_settings(
             nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
         start: The folder where the upward search for ``pyproject.toml`` begins; by default the
             current folder.
-        sources: Where the values given in the call come from, as text for messages, by name of the
-            setting. By default, the text names the argument.
+        sources: Sources of the values given in the call, as text for messages, by name of the
+            setting. The default source is ``the argument NAME``.
 
     Raises:
         UnknownNameError: A setting does not exist. The message lists the closest names.

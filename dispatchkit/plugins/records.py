@@ -57,7 +57,8 @@ class PluginInfo:
         version: Version of the distribution; None for an object passed in or a missing plugin.
         origin: The plugin's origin, as text.
         state: State of the plugin.
-        reason: The reason for the state, as text; may be empty.
+        reason: Why the plugin is not loaded, or the problems of a loaded plugin, as text; may be
+            empty.
         registers: The registrations as ``kind name``, such as ``policy vllm``.
     """
 

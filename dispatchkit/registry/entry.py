@@ -35,7 +35,8 @@ class GraphEntry:
         num_bytes: Memory in bytes that the capture added; 0 if the graph fits into the memory of
             other graphs, or was captured outside the runner.
         reason: Why the graph failed, was evicted or became stale; otherwise empty.
-        attempts: Number of failed captures and replays since the last successful capture.
+        attempts: Number of failures since the last successful capture. Failed captures, replays,
+            proofs of rows and checks all count.
     """
 
     key: GraphKey

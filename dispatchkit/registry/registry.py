@@ -172,7 +172,7 @@ class GraphRegistry:
         return entry
 
     def failed(self, key: GraphKey, reason: str) -> GraphEntry:
-        """Record a failed capture or replay of a key, and release its graph."""
+        """Record that a key's capture or graph failed, and release the graph."""
         with self.lock:
             attempts = self._require(key).attempts + 1
             return self._move(
@@ -246,7 +246,7 @@ class GraphRegistry:
     # -- internals --------------------------------------------------------------------
 
     def _largest_first(self) -> list[GraphKey]:
-        # The event of a key empties all cells that the key could serve. The largest key comes
+        # The event of a key empties all table cells that the key could serve. The largest key comes
         # first, because its event empties the most cells, so that later events are cheap.
         return sorted(self._entries, key=lambda key: -key.num_tokens)
 

@@ -258,7 +258,7 @@ class OptionalTests:
     # -- copy nodes -----------------------------------------------------------------------
 
     def test_a_copy_node_does_what_it_was_set_to_last(self, rig: Rig) -> None:
-        """After the rows of a batch, a graph reads the fill value, not rows of earlier batches."""
+        """In padding rows, a graph reads the fill value, not rows of earlier batches."""
         torch = rig.torch
         x, host = rig.zeros(8, 4), rig.zeros(8)
         node = offered(rig, "copy_nodes").copy_node(2, x.nbytes, data_bytes=host.nbytes)
@@ -300,7 +300,7 @@ class OptionalTests:
                 "The graph did not read the rows of the batch."
             )
             assert rig.read(graph.outputs[0][3:]) == [[14.0] * 4] * 5, (
-                "The graph did not read the fill value after the rows of the batch."
+                "The graph did not read the fill value in the padding rows."
             )
             assert rig.read(graph.outputs[1]) == [0.0, 2.0, 4.0, *[14.0] * 5]
         x.fill_(1)

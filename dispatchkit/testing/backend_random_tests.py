@@ -132,7 +132,7 @@ class RandomTests:
         )
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
-        """The backend must order replays on different streams, even of a graph without outputs."""
+        """Replays of one graph on two streams must run in order, even if it has no outputs."""
         source = rig.default_generator()
         place = rig.zeros(4, 16)
         turn = rig.zeros(1, dtype=rig.torch.int64)

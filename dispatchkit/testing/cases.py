@@ -226,8 +226,9 @@ class CaseRunner:
         return case
 
 
-# Pairs of a drawn configuration and the seed of its case. The keys are the test class, and then the
-# seed of the class and the number of configurations.
+# Pairs of a drawn configuration and the seed of its case. The outer key is the test class, or
+# CaseRunner if the class does not override ``configs``. The inner key is the seed of the class and
+# the number of configurations.
 _drawn: weakref.WeakKeyDictionary[
     type[CaseRunner], dict[tuple[int, int], list[tuple[DispatchConfig, int]]]
 ] = weakref.WeakKeyDictionary()
