@@ -49,11 +49,11 @@ class Rig:
 
     def default_generator(self) -> Any:
         """Return the default generator of the backend's device."""
-        if self.backend.torch_device == "cpu":
+        device = self.torch.device(self.backend.torch_device)
+        if device.type == "cpu":
             return self.torch.default_generator
-        return self.torch.cuda.default_generators[
-            self.torch.device(self.backend.torch_device).index
-        ]
+        index = self.torch.cuda.current_device() if device.index is None else device.index
+        return self.torch.cuda.default_generators[index]
 
     def capture(self, run: Callable[[], Any], **options: Any) -> CapturedGraph:
         """Capture a callable on the rig's stream into its pool."""
