@@ -120,7 +120,8 @@ class Bucket:
     def known(self, regime: Regime) -> dict[Arm, Estimate]:
         """Return the arms that have enough samples in a regime; empty if they cannot be compared.
 
-        A comparison requires the base's arm and at least one other arm.
+        A regime states which clock measured a step, and whether other work was queued before it. A
+        comparison requires the base's arm and at least one other arm.
         """
         found = {
             arm: estimate

@@ -28,7 +28,7 @@ FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
 FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
 #: Numbers of latest surprises whose mean is tested, each with its square root. A mean of more than
 #: ``LIMIT`` standard errors indicates a jump. On average, one in 20,000 samples is a false alarm.
-#: Three samples detect a jump of at least ``CLIP`` standard errors, up to a factor of 2.5.
+#: Three samples detect a jump of at least ``CLIP`` standard errors and at most a factor of 2.5.
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 8, 16, 32, 64))
 LIMIT = 4.5
 #: A sample that differs from the estimate by a factor above 2.5 is usually an outlier. Its surprise
@@ -84,6 +84,8 @@ class Watch:
 
 class Estimate:
     """The estimated step time of one arm in one regime.
+
+    A regime states which clock measured a step, and whether other work was queued before it.
 
     Args:
         top: Largest number of tokens of the arm. The level is the logarithm of the step time at

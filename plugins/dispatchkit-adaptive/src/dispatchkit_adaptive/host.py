@@ -28,7 +28,7 @@ _PATIENCE = 16
 
 @attrs.define
 class HostLoad:
-    """Average host and device times per step of the arms with the least device time.
+    """The average host and device times per step of the arms with the least device time.
 
     Attributes:
         is_hidden: Whether host time is hidden, so that only device time counts.

@@ -25,7 +25,7 @@ class LatencyPolicy:
     in upper or lower case. Estimates are kept for the 4,096 keys that were recorded most recently.
 
     Args:
-        history_size: Approximate number of latest latencies that determine an estimate, at least 8.
+        history_size: Approximate number of recent latencies that determine an estimate, at least 8.
         min_samples: Minimum number of latencies before a mode is compared with others, at least 1.
         retry_every: For each key, one in this many calls of ``should_use_graph`` returns the slower
             choice, so that its latency is measured again; at least 2.

@@ -24,7 +24,7 @@ NOTICED_AFTER = 4
 GRACE = 200
 #: Share of the promise that may be spent; the rest is a reserve for errors of the estimates.
 PLANNED = 0.75
-#: Number of standard errors by which an arm must be faster than the arm in use.
+#: Number of standard errors by which an arm must be faster than the arm in use to replace it.
 DOUBT = 1.5
 #: Weight of the latest outcome in moving averages, which cover about ten outcomes.
 AVERAGING = 0.2
@@ -82,8 +82,9 @@ class Ledger:
     def steps_for(self, step: int, *, one_shot: bool, is_base: bool) -> float:
         """Return the number of steps that an outcome represents.
 
-        A one-shot outcome represents one step. Any other outcome represents all steps since the
-        previous outcome of this kind, because the unmeasured steps were decided in the same way.
+        A one-shot outcome represents one step. Any other outcome represents all steps, except
+        measured one-shot steps, since the previous outcome that was not one-shot. The unmeasured
+        steps among them were decided in the same way.
         ``is_base`` says whether the outcome used the base's arm.
         """
         # Steps before the first outcome may have been decided by another policy.
@@ -123,12 +124,12 @@ class Stakes:
     def gains(self, base_us: float, error: float) -> tuple[float, float]:
         """Return the gains (as logarithms) required to change arms, and to keep the new arm.
 
-        Both shrink as ``lead_us`` grows: if much time has been saved, less evidence is enough for a
-        change, and more evidence is needed to go back.
+        Both decrease as ``lead_us`` grows: if much time has been saved, less evidence is enough for
+        a change, and more evidence is needed to go back.
 
         Args:
             base_us: Step time of the arm in use, in microseconds.
-            error: Relative standard error of the ratio between the times of both arms.
+            error: Relative standard error of the ratio of the two arms' times.
         """
         comfort = max(0.0, self.lead_us) / base_us
         change = max(self.margin, DOUBT * error) / (1.0 + comfort)

@@ -43,6 +43,8 @@ __all__ = ["CALIBRATION", "AdaptivePolicy"]
 
 #: Additional host time of a probe (creating a plan, events and an outcome), in microseconds.
 PROBE_US = 25.0
+# A regime states which clock measured a step, and whether other work was queued before it. Each arm
+# has a separate estimate for each regime.
 #: Regime of device times, for steps submitted ahead of the device. Used if host time is hidden.
 ALONE: Regime = ("device alone", True)
 #: Regime of times that include delays by the host, for steps queued behind earlier work. Used if
@@ -52,7 +54,8 @@ BUSY: Regime = ("device", True)
 CALIBRATION = "calibration"
 # Maximum number of batches whose bucket is remembered.
 _MOST_ASKED = 65_536
-# Number of outcomes without a change after which the pace doubles, and the largest pace.
+# Number of outcomes without a change after which the pace becomes 2 (4 after twice as many, 8 after
+# four times as many), and the largest pace.
 _CALM, _SLOWEST_PACE = 24, 8
 # If the base's arm is not in use, it is probed when more than this share of the account is at risk.
 # The share applies to a probe that costs nothing; an expensive probe is sent later.
@@ -100,8 +103,8 @@ class AdaptivePolicy:
     Attributes:
         ledger: The account of time saved and lost relative to the base.
         pace: Factor by which the interval between measured steps is currently longer than usual.
-            It exceeds 1 if times have not changed for a while, and the account covers the time
-            that a slowdown could cost before it is noticed.
+            It exceeds 1 only while two conditions hold: times have not changed for a while, and
+            the account covers the time that a slowdown could cost before it is noticed.
 
     Raises:
         ConfigError: An option is invalid.
@@ -598,7 +601,7 @@ class AdaptivePolicy:
         if is_base:
             ledger.account(steps, before or us, before or us)
             if estimate.is_known and not estimate.is_odd:
-                # If the base became faster, assume that it did so right after its last sample.
+                # If the base became faster, assume that it did so right after its previous sample.
                 faster = 1.0 - min(1.0, (estimate.expect(size) or us) / (before or us))
                 ledger.lead_us -= bucket.unproven_us * faster
                 bucket.unproven_us = 0.0

@@ -78,12 +78,13 @@ class CompileOptions:
 
     Attributes:
         at: Operators, modules and functions that run eager between graphs; see ``split_module``.
-        mode: Runtime modes of decode and mixed batches. The default is FULL_AND_PIECEWISE for split
-            graphs, and FULL for graphs that are not split.
-        support: Kinds of batches for which the whole graph is captured. The graph's operators may
+        mode: Runtime modes of decode and mixed batches. The default is FULL_AND_PIECEWISE for a
+            Dynamo graph that is split, and FULL for one that is not.
+        support: Kinds of batches for which a whole Dynamo graph is captured. Its operators may
             restrict these kinds further.
-        fill: Fill values of padding rows by argument name; 0 by default. If a graph for varying
-            batch sizes writes a buffer or cache, all its steps run eager unless ``fill`` is set.
+        fill: Fill values of padding rows by argument name; 0 by default. If a Dynamo graph for
+            varying batch sizes writes a buffer or cache, all its steps run eager unless ``fill`` is
+            set.
             Choose values for which the writes of padding rows are harmless, or pass ``{}`` if
             padding rows write nothing.
         sizes: Capture sizes in rows; derived from ``max_num_tokens`` by default.
@@ -104,7 +105,7 @@ class CompileOptions:
 
     Raises:
         ConfigError: An option has an invalid value.
-        UnknownNameError: No option, mode or compiler has the given name.
+        UnknownNameError: No mode, support level or compiler has the given name.
     """
 
     at: tuple[Any, ...] = ()

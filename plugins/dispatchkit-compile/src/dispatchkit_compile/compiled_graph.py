@@ -56,8 +56,8 @@ _NEXT_STEPS = {
     PlainReason.OUTPUT_IS_INPUT: "Return a copy of the argument (.clone()).",
     PlainReason.SEVERAL_DIMS: "Only the batch dimension may be dynamic: mark the others with "
     "torch._dynamo.mark_static(argument, dim) before each call.",
-    PlainReason.NOTHING_TO_CAPTURE: "Remove rules from the option `at`, or operations from "
-    "eager_region blocks, if there are any.",
+    PlainReason.NOTHING_TO_CAPTURE: "If the option `at` or eager_region blocks cover all "
+    "operations, make them cover fewer.",
     PlainReason.FILL_UNKNOWN: "Set the option `fill` to argument values with which the "
     "writes of padding rows are harmless, such as fill={'slots': sink}, or to {} if padding rows "
     "write nothing.",
@@ -85,7 +85,7 @@ class CompiledGraph:
         runner: The runner; None until a step needs it.
         plain: The reason why all steps run eager, as (reason, explanation); None if the graph can
             be captured.
-        num_rebinds: Number of times that held tensors were replaced.
+        num_rebinds: Number of times that held tensors (weights, buffers, caches) were replaced.
 
     Thread safety: any thread may call it.
     """
