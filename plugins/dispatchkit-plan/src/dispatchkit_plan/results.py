@@ -70,8 +70,7 @@ class Plan:
     The judged steps are the steps that the plan is evaluated on.
 
     Attributes:
-        sizes: Sizes to capture for all families, ascending. The largest candidate size is always
-            included.
+        sizes: Sizes to capture for all families, ascending. ``max_size`` is always included.
         families: Sizes for each kind of step; one entry unless planned by kind.
         num_graphs: Number of graphs of all families.
         max_size: Largest size that was considered, apart from the token budget. Larger steps run
@@ -81,8 +80,8 @@ class Plan:
         excess_pct: Percentage by which the objective on the judged steps up to ``max_size`` exceeds
             the value that it would have if every step had a graph of its exact size. Equal to
             ``waste_pct`` without a cost model.
-        curve: One (graphs, waste_pct) pair for each number of graphs, planned and judged like this
-            plan.
+        curve: (graphs, waste_pct) pairs of plans with different numbers of graphs. These plans are
+            made and judged like this plan, but without a graph at the token budget.
         rivals: Results of well-known lists on the judged steps, by name.
         fit_on: Steps used for planning, ``all`` or ``first-half``.
         judged_on: Description of the judged steps.

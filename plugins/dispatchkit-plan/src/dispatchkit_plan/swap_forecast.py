@@ -134,7 +134,8 @@ def forecast_swap(
         cost_model: Cost model measured by ``calibrate(runner)``, name of a built-in model, or path
             of a file.
         change: Arguments of the swap: ``policy``, ``policy_options``, ``sizes``, ``mode``,
-            ``max_num_tokens`` and ``max_num_seqs``, or ``config``.
+            ``max_num_tokens`` and ``max_num_seqs``. ``config`` can be passed instead of the last
+            four.
 
     Raises:
         ConfigError: The swap changes nothing, or a setting is invalid.

@@ -2,10 +2,10 @@
 
 A busy server fills its steps up to the scheduler's token budget. Many steps that are too large for
 all graphs therefore have exactly that size, and a graph of that size serves them without padding.
-The graph may still cost time: it takes the place of another graph, and replaying a large step saves
-little. An engine that pads every step to the next graph would also pad all steps between the
-largest other graph and the token budget. Comparing the graph with eager requires a cost model that
-covers its size; counting padding is not enough.
+The graph may still cost time: it takes the place of another graph, and a replay of a large step is
+hardly faster than running the step eager. An engine that pads every step to the next larger graph
+would also pad all steps between the largest other graph and the token budget. Comparing the graph
+with eager requires a cost model that covers its size; counting padding is not enough.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Workload:
 
         Raises:
             ConfigError: ``fit_on`` is invalid, or is ``"first-half"`` for steps without an order.
-            TraceError: There is only one step.
+            TraceError: ``fit_on`` is ``"first-half"``, but there is only one step.
         """
         if fit_on == "all":
             return self, self, "the planning steps"

@@ -49,7 +49,8 @@ class Predictive:
     """An assistant that captures and uploads the graphs of a runner in idle time.
 
     Attach it to a runner and call ``idle`` whenever there is time. Between these calls, it only
-    records keys. For a step with the same key as the previous step, this costs one comparison.
+    records keys. For a step that replays the same graph as the previous step, this costs one
+    comparison.
 
     Args:
         order: Maximum number of preceding keys from which the next key is predicted.

@@ -260,7 +260,8 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     ends: list[int] = []
     parts: list[dict[str, int]] = []
     before: Mapping[str, int] = {}
-    # Choose evenly spaced samples including the last; more bars would be indistinguishable.
+    # Choose at most MAX_BINS evenly spaced samples, including the last; more bars than that would
+    # be indistinguishable.
     bars = min(MAX_BINS, len(samples))
     for number in range(1, bars + 1):
         sample = samples[number * len(samples) // bars - 1]

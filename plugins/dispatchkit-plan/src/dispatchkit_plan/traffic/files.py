@@ -98,5 +98,5 @@ def parse_log(
         return trace  # single steps in order are preferred to counts
     if stats is not None:
         return stats.histogram()
-    # Most likely a trace whose first line lacks num_tokens, which parse_trace reports.
+    # Most likely a trace without num_tokens in its first line; parse_trace raises the error.
     return parse_trace(name, head)

@@ -25,9 +25,8 @@ _LINE = re.compile(
 class IterationLog:
     """Collector of the steps in a log.
 
-    It passes every block of lines on to the next reader. A step is uniform decode if it has no
-    prompts and one token per request. Dummy iterations and iterations without tokens are skipped.
-    The start times ``t_s`` exclude the time between steps.
+    A step is uniform decode if it has no prompts and one token per request. Dummy iterations and
+    iterations without tokens are skipped. The start times ``t_s`` exclude the time between steps.
     """
 
     def __init__(self) -> None:
