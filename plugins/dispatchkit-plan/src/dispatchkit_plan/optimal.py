@@ -76,7 +76,7 @@ def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) 
     """
     # Total cost of the sizes up to n. Shape (M, N + 1).
     total = np.cumsum(cost_at * demand[None, :], axis=1)
-    # Largest size that smaller candidates serve.
+    # before[j]: size of candidate j - 1; candidate i serves only larger batches.
     before = np.concatenate([[0], candidates[:-1]])
     served = total[np.arange(len(candidates)), candidates]
     cost: FloatArray = served[:, None] - total[:, before]
@@ -147,8 +147,8 @@ def size_curve(
         cost: Cost matrix, as returned by ``padding_costs`` or ``served_costs``. Shape (M, M).
         max_sizes: Maximum number of sizes, at most the number of candidates.
         monotone: Whether a batch never costs less at a larger candidate. If True, the best
-            ``j`` never decreases, and most candidates are skipped. Pass False if
-            ``cost`` comes from ``require_sizes``.
+            ``j`` (see the module docstring) never decreases, and most values of ``j`` are skipped.
+            Pass False if ``cost`` comes from ``require_sizes``.
 
     Raises:
         ConfigError: ``max_sizes`` is out of range.
@@ -162,7 +162,8 @@ def size_curve(
     back = np.zeros(count, dtype=np.int64)
     backs, costs = [back], [best[-1]]
     for _ in range(1, max_sizes):
-        # reach[j]: cost of the best set that ends at candidate j - 1 and has one size fewer.
+        # For k sizes, reach[j] is the cost of the best set of k - 1 sizes that ends at candidate
+        # j - 1.
         reach = np.concatenate([[np.inf], best[:-1]])
         best = np.empty(count)
         previous, back = back, np.empty(count, dtype=np.int64)

@@ -5,7 +5,8 @@ of its exact size saves depends on the traffic (the frequency of the size) and o
 cost of padding or of running eager). The other chosen graphs matter too, because a graph also
 serves smaller batches. All sizes are therefore chosen together, by the dynamic program in
 ``optimal``. Existing graphs are always part of the result, and do not count toward the budget.
-Batches that no graph may serve run eager.
+A batch runs eager if no graph is large enough, or if its padding would exceed the share
+``max_waste`` of the graph.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ __all__ = ["OwnSize", "OwnSizesPlan", "plan_own_sizes"]
 
 _MAX_CANDIDATES = 512
 _ROUNDING = 1e-9
-"""Graphs that save at most this share of the time are dropped as rounding errors."""
+"""Graphs that save at most this share of the time are dropped.
+
+Such a small saving may be a rounding error.
+"""
 
 
 @attrs.frozen
@@ -142,13 +146,14 @@ def plan_own_sizes(
         memory_bytes: Memory for the added graphs. Requires ``bytes_per_graph``, or a cost model
             with ``graph_bytes``.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
-        max_size: Size above which steps are not considered; by default, the largest graph size in
-            the cost model or in ``beside``.
+        max_size: Size above which steps are not considered; by default, the larger of the largest
+            graph size in the cost model and the largest size in ``beside``.
         fit_on: ``all`` to plan on all steps and judge the plan on the same steps, or ``first-half``
             to plan on the first half of the trace and judge the plan on the second half.
 
     Raises:
-        ConfigError: A setting is out of range, or the budget is too small for any graph.
+        ConfigError: A setting is out of range, no budget or several budgets are given, the memory
+            of a graph is unknown, or the budget is too small for any graph.
         TraceError: No step used for planning has at most ``max_size`` tokens.
 
     Sizes are in tokens, memory is in bytes.
@@ -281,7 +286,8 @@ class _Steps:
     def time_us(self, graphs: set[int]) -> float:
         """Return the total time of all steps.
 
-        Each step replays the smallest graph that fits it, or runs eager.
+        Each step replays the smallest graph that fits it. A step runs eager if no graph fits it, or
+        if its padding would exceed the share ``max_waste`` of the graph.
         """
         ladder = sorted(graphs)
         place = np.searchsorted(np.array(ladder, dtype=np.int64), self.batches)
@@ -293,7 +299,7 @@ class _Steps:
 
 
 def _candidates(steps: _Steps, kept: Sequence[int], warnings: list[str]) -> IntArray:
-    """Return the sizes that occur and do not have a graph yet, ascending."""
+    """Return the most frequent sizes that do not have a graph yet, ascending."""
     is_open = (steps.counts > 0) & ~np.isin(steps.batches, np.asarray(kept, dtype=np.int64))
     candidates = steps.batches[is_open]
     if len(candidates) <= _MAX_CANDIDATES:

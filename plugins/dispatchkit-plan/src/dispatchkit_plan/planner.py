@@ -70,9 +70,10 @@ def plan_sizes(
     """Return the best capture sizes for a trace within one budget.
 
     A hedge optimizes the sizes for traffic that resembles the trace, rather than for the trace
-    alone. With ``fit_on="all"`` and ``hedge="auto"``, ``sizes`` are planned without a hedge, and
-    ``future`` is a second plan, with a hedge. With ``fit_on="first-half"``, ``sizes`` are planned
-    on the first half of the trace, with the hedge, and judged on the second half.
+    alone. With ``fit_on="all"`` and ``hedge="auto"``, the plan has no hedge, and its attribute
+    ``future`` is a second plan, with a hedge. Otherwise, there is one plan, with the hedge that
+    ``hedge`` selects. With ``fit_on="first-half"``, the plan is judged on the second half of the
+    trace.
 
     Args:
         data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
@@ -247,8 +248,8 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     if largest * 2 <= max_size:
         warnings.append(
             f"No step has more than {counted(largest, 'token')}, but size {max_size} is always "
-            f"captured. Set max_size={largest} (--max-size {largest}) to capture the largest size "
-            "that occurs instead; larger batches then run eager."
+            f"captured. Set max_size={largest} (--max-size {largest}) to capture {largest} "
+            "instead, the largest size that occurs; larger batches then run eager."
         )
     if usable < total / 2:
         warnings.append(

@@ -2,9 +2,9 @@
 
 The result breaks down the lost time: waiting for the slowest rank, padding, and agreement. The
 simulation models dispatchkit-ranks with a policy that does not learn. Each rank decides for its own
-batch, with the real dispatcher. All ranks then run with the maximum number of tokens, requests and
-adapters, in the most restrictive mode that any rank has chosen. The simulation assumes the
-following:
+batch, with the real dispatcher. All ranks then dispatch the maximum number of tokens, requests and
+adapters. The most restrictive mode that any rank has chosen is the ceiling of this second dispatch.
+The simulation assumes the following:
 
 * Steps of one trace are assigned to the ranks in turn: consecutive steps, one per rank, form one
   common step.

@@ -387,7 +387,7 @@ class Lines(Chart):
 
 
 def _boxes_along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float]]:
-    """Yield boxes along a line, a few pixels apart, so that labels can avoid the line."""
+    """Yield boxes that cover a line, so that labels can avoid the line."""
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         count = int(max(abs(x1 - x0), abs(y1 - y0)) / 6) + 1
         for step in range(count):
