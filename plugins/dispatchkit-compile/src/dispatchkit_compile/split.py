@@ -3,7 +3,7 @@
 The traced operations are cut into consecutive parts. Operations that match a rule or are in a
 marked region form eager parts; the others form graph parts. Each part becomes a piece for
 ``GraphRunner``. A piece receives inputs and weights directly, and a tuple of the earlier results
-that it or later pieces need. Results of graph pieces stay in the memory that the graph wrote.
+that it or later pieces need. Results of a graph piece stay in the memory that its graph wrote.
 Results of an eager piece are copied to fixed addresses only if the piece allocated them.
 """
 
@@ -134,8 +134,8 @@ def split_graph(
         if not rules.given:
             message = f"{name!r} has no operation that can be captured in a piece."
             hint = (
-                "Leave an operation that launches a kernel outside of eager_region blocks, or run "
-                "the step without splitting it."
+                "Keep at least one kernel-launching operation outside of eager_region blocks, or "
+                "run the step without splitting it."
             )
         raise ConfigError(
             "at",
@@ -174,7 +174,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
     """Return the parts of a graph, in order.
 
     Consecutive operations form one part if all of them are captured or all of them run eager. A
-    break mark also separates graph parts.
+    break mark ends a part that is captured, but not a part that runs eager.
     """
     parts: list[_Part] = []
     depth = 0
@@ -205,7 +205,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
             if not part.nodes:
                 continue
         elif before is not None and not any(map(_launches, before.nodes)):
-            # The previous part only computes sizes or views and launches no kernels, so extend it.
+            # The previous part launches no kernels, so join the two parts.
             before.is_graph = part.is_graph
             before.nodes += part.nodes
             continue

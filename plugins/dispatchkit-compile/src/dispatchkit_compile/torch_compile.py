@@ -123,8 +123,8 @@ def compile(  # noqa: A001 - named like torch.compile
         skip_guards: Whether to skip Dynamo's guards after the first call. Each call is still
             compared with the first call: the dtypes, devices and numbers of dimensions of tensors,
             all other arguments, the training mode of the model, and whether gradients are enabled.
-            Other values that the model's Python code reads, such as attributes and globals, must
-            not change.
+            A call that differs runs the model uncompiled. Other values that the model's Python
+            code reads, such as attributes and globals, must not change.
         **options: Fields of ``CompileOptions``.
 
     Raises:

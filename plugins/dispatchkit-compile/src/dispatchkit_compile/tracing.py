@@ -143,8 +143,8 @@ def trace(
     if lost:
         raise CaptureError(
             f"The step returns an object of type {type(returned).__name__}, which torch cannot "
-            "flatten. Return tensors, lists, tuples or dicts, or register the type with "
-            "torch.utils._pytree.register_dataclass.",
+            "flatten completely. Return tensors, lists, tuples or dicts, or register other types "
+            "with torch.utils._pytree.register_dataclass.",
             reason="not_traceable",
         )
     return TracedStep(graph, tuple(inputs), roles, held, leaves, spec)
@@ -188,7 +188,7 @@ def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls the step and has a new code object.
 
     Dynamo stores compilations per code object. The compilations of a new code object are released
-    with the trace, and do not count toward the recompile limits of the user's compilations.
+    after tracing, and do not count toward the recompile limits of the user's compilations.
     """
 
     def call(inputs: dict[str, torch.Tensor]) -> Any:

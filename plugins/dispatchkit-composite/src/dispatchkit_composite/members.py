@@ -1,4 +1,4 @@
-"""Read the members of a composite from strings, tables or a file."""
+"""Read the members of a composite from strings, dicts or a file."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class MemberState:
 
 
 def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> list[Member]:
-    """Read members from ``Member`` records, tables or strings.
+    """Read members from ``Member`` records, dicts or strings.
 
     Raises:
         ConfigError: A member is invalid.
@@ -117,7 +117,7 @@ def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> l
                 "a comma-separated list of at least one name[=policy][:priority]",
             )
     if not isinstance(items, Iterable):
-        raise ConfigError("members", members, "a list of Members, tables or strings")
+        raise ConfigError("members", members, "a list of Members, dicts or strings")
     return [_read(item, index) for index, item in enumerate(items)]
 
 
@@ -127,11 +127,11 @@ def _read(item: Member | str | Mapping[str, Any], index: int) -> Member:
     if isinstance(item, str):
         return Member.parse(item)
     if not isinstance(item, Mapping):
-        raise ConfigError(f"members[{index}]", item, "a Member, a table or a string")
+        raise ConfigError(f"members[{index}]", item, "a Member, a dict or a string")
     known = [field.name for field in attrs.fields(Member)]
     for name in item:
         if name not in known:
-            allowed = f"a table with no keys other than {', '.join(known)}"
+            allowed = f"a dict or TOML table with no keys other than {', '.join(known)}"
             raise ConfigError(f"members[{index}]", dict(item), allowed)
     given = dict(item)
     given.setdefault("name", given.get("policy", ""))

@@ -206,7 +206,7 @@ class CompositePolicy:
         return self._observe if any(_learns(one) for one in self._members) else None
 
     def _observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Return the updates of the learning members after an outcome.
+        """Return the table updates that learning members request after an outcome.
 
         For all members except the deciding member, the outcome has ``won`` set to False.
         """

@@ -1,9 +1,10 @@
-"""Pack items into steps by first-fit decreasing, at the cheapest captured size.
+"""Pack items into steps by first-fit decreasing, with the bin size that costs least.
 
 Bin packing is NP-hard. First-fit decreasing uses at most 11/9 times the minimum number of bins,
 plus 6/9 (Dósa, 2007). However, each bin becomes a step, which is padded to a captured size and has
 a fixed cost. The packing with the fewest bins is therefore not always the cheapest: 33 tokens fit
-into one step of 64 tokens, or into two steps of 32 and 1.
+into one step of 64 tokens, or into two steps of 32 and 1. The two steps cost less if the fixed cost
+of a step is less than the cost of 31 tokens.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 class CheapestPacking:
     """A packer that tries bins of different sizes, and returns the cheapest packing.
 
-    It packs the items by first-fit decreasing into bins of each captured size that the longest item
-    fits into, or of the largest size if the item fits into none. The cheapest of these packings
-    never costs more than the packing of ``first_fit_decreasing``.
+    For each captured size that the longest item fits into, it packs all items by first-fit
+    decreasing into bins of this size. If the longest item fits into no captured size, only the
+    largest is tried. The cheapest of these packings never costs more than the packing of
+    ``first_fit_decreasing``.
 
     Args:
-        cost: Function that takes the number of tokens of a step and returns its cost in any unit,
-            such as ``graph_us`` of a cost model. It is called with captured sizes, and with the
-            number of tokens of a step that exceeds them all. By default, the cost is the number of
-            tokens plus 64.
+        cost: Function, such as ``graph_us`` of a cost model, that takes the number of tokens of a
+            step and returns the step's cost in any unit. It is called with captured sizes, and with
+            the number of tokens of a step that exceeds them all. By default, the cost is the number
+            of tokens plus 64.
 
     Raises:
         ConfigError: ``cost`` is not callable.

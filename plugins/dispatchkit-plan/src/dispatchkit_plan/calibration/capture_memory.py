@@ -45,14 +45,15 @@ def forecast(
     Args:
         capture: Function that captures a graph for a given size and returns an object that keeps
             the graph and its outputs alive. It is called for sizes in descending order; capture all
-            sizes in this order later, too. All captures may share one pool, because earlier graphs
-            stay alive.
+            sizes in this order later, too. All captures may share one pool; the earlier graphs
+            keep it alive.
         sizes: All sizes that will be captured, at least two different ones.
         samples: Maximum number of sizes to capture, at least 2.
         warm_up: Function that runs, at a given size, the code that ``capture`` captures. It is
             called for each sampled size before the first capture, so that kernels and libraries
             loaded on first use are not counted.
-        backend: Backend of the device, or its name. It must report the memory of the device.
+        backend: Backend of the device, or the backend's name. The backend must report the memory of
+            the device.
         progress: Function that is called with the number of captured sizes and the total number.
 
     Raises:

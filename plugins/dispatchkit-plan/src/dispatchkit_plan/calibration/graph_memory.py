@@ -196,7 +196,10 @@ class MemoryMeter:
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return the growth, in bytes, of device memory outside torch, over all processes."""
+        """Return the growth, in bytes, of the used device memory that torch did not reserve.
+
+        The memory of other processes is included.
+        """
         return max(0, self._outside_torch() - self._outside)
 
 
