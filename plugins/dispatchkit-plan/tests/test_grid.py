@@ -149,7 +149,7 @@ def test_limits_are_captured_and_what_lies_beyond_is_counted():
     [
         ({"axis": "width"}, "no column 'axis.width'. Pass an axis of the trace: length"),
         ({"graphs": 0}, "graphs"),
-        ({"max_size": 1}, "max_size .1 row. and .*the smallest step has 2 rows and length 3"),
+        ({"max_size": 1}, "max_size .1 row. and .*smallest of these steps has 2 rows and length 3"),
         ({"fit_on": "halves"}, "'all' or 'first-half'"),
     ],
 )

@@ -125,7 +125,7 @@ def _curve(setting: str, points: Any) -> Curve:
     for size, value in pairs:
         sized = whole_number(size) is not None and 1 <= size <= _LARGEST
         valued = isinstance(value, int | float) and not isinstance(value, bool)
-        # isfinite would convert the number to a float, which overflows for large integers.
+        # math.isfinite would raise OverflowError for a very large integer.
         if not sized or not valued or not 0 <= value <= _LARGEST:
             raise ConfigError(f"point of {setting}", [size, value], point)
     pairs.sort()
@@ -275,7 +275,7 @@ class CostModel:
         )
 
     def covers(self, num_tokens: int) -> bool:
-        """Return whether the eager and graph curves were measured up to this size."""
+        """Return whether the eager and graph curves were measured up to ``num_tokens``."""
         return num_tokens <= min(self.eager_us.last, self.graph_us.last)
 
     def step_us(

@@ -94,7 +94,7 @@ class GridPlan:
         max_value: Largest bucket; steps with larger values run eager.
         fit_on: Steps used for planning, ``all`` or ``first-half``.
         judged_on: Description of the judged steps.
-        num_steps: Number of judged steps of any size.
+        num_steps: Number of judged steps, including those above a limit.
         num_steps_over: Number of judged steps above a limit.
         objective: Minimized quantity, as text.
         warnings: Caveats about the plan.
@@ -173,7 +173,8 @@ def plan_grid(
 
     Raises:
         ConfigError: A setting is out of range, or the cost model was measured along another axis.
-        TraceError: The trace does not have the axis, or no step is within the limits.
+        TraceError: The trace does not have the axis, or no step used for planning is within the
+            limits.
 
     Sizes are in rows. Values are in the unit of the axis, such as positions.
     """
@@ -190,8 +191,8 @@ def plan_grid(
         raise TraceError(
             trace.source,
             None,
-            f"no step is within max_size ({counted(max_size, 'row')}) and max_value ({axis} "
-            f"{max_value}). Raise these limits; the smallest step has "
+            f"no step used for planning is within max_size ({counted(max_size, 'row')}) and "
+            f"max_value ({axis} {max_value}). Raise these limits; the smallest of these steps has "
             f"{counted(int(fit.sizes[least]), 'row')} and {axis} {int(fit.values[least])}.",
         )
     if cost_model is not None and cost_model.along and cost_model.axis != axis:

@@ -149,8 +149,8 @@ class HedgeChoice:
     Attributes:
         hedge: Chosen mixture.
         validated: Whether the hedge was validated on held-out blocks of the trace.
-        expected_excess_pct: (number of sizes, mean excess in percent) pairs of the best mixture on
-            the held-out blocks; empty if not validated.
+        expected_excess_pct: (number of sizes, mean excess on the held-out blocks in percent) pairs
+            of the best mixture; empty if not validated.
         reason: Explanation of the choice, in words.
     """
 
@@ -166,8 +166,8 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
     With fewer than ``MIN_VALIDATION_STEPS`` steps, return ``FALLBACK_HEDGE``.
 
     Args:
-        steps: Number of tokens of each step, in order, at most the largest candidate. Shape
-            (steps,).
+        steps: Number of tokens of each step, in order; each is at most the largest candidate.
+            Shape (steps,).
         candidates: Sizes that may be captured.
         objective: Objective by which hedges are compared.
     """

@@ -264,9 +264,9 @@ class LaneRun:
         return self._model_at(0 if self._axis is None else key.descriptor.axes[self._axis])
 
     def _has_all(self, keys: tuple[GraphKey, ...]) -> bool:
-        """Count a replay of each graph of a step; return False if the step runs eager.
+        """Count a replay of each graph; return False if a graph is missing.
 
-        Missing graphs are captured if their capture is due.
+        A missing graph is captured first if its capture is due.
         """
         live, most = self._live, self.scenario.max_graphs
         if most is not None and most < len(set(keys)):

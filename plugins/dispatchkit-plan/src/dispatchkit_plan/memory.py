@@ -2,11 +2,11 @@
 
 Graphs of one lane share a pool and reuse each other's temporary memory. For temporary memory, the
 pool grows only when a graph needs more than any earlier graph. This is the case for the largest
-graph, which is captured first, and sometimes for a small graph that uses a different kernel. Memory
-that a graph keeps (tensors that outlive its capture) is added for each graph. The forecast is
-therefore the size of the pool after the sampled captures, plus the memory that the graph of each
-unsampled size will keep. The memory kept by a size between two samples is assumed to be between the
-memory kept by the two samples.
+graph, which is captured first, and sometimes for a small graph whose kernels need more memory than
+those of larger graphs. Memory that a graph keeps (tensors that outlive its capture) is added for
+each graph. The forecast is therefore the size of the pool after the sampled captures, plus the
+memory that the graph of each unsampled size will keep. The memory kept by a size between two
+samples is assumed to be between the memory kept by the two samples.
 
 Without ``held_bytes``, the two kinds of growth cannot be distinguished, and all growth counts as
 kept memory. This forecast is safe, but far too high if most of the growth was temporary memory,
@@ -64,14 +64,14 @@ class MemoryForecast:
     """Memory forecast for a set of graphs.
 
     Attributes:
-        expected_bytes: Best estimate for the pool.
-        low_bytes: Lower bound derived from the samples.
-        high_bytes: Upper bound derived from the samples; keep this much memory free.
-        per_graph_bytes: (size, expected increment) pairs for all sizes except the largest.
+        expected_bytes: Best estimate of the size of the pool.
+        low_bytes: Lower bound of this size, derived from the samples.
+        high_bytes: Upper bound of this size, derived from the samples; keep this much memory free.
+        per_graph_bytes: (size, expected growth of the pool) pairs for all sizes except the largest.
         driver_bytes: Memory that the driver will allocate in addition to the pool, extrapolated
             from the samples.
-        driver_high_bytes: Upper bound of ``driver_bytes``. The driver allocates whole blocks, so
-            the bound is loose if the samples include few blocks.
+        driver_high_bytes: Upper bound of the memory that the driver will allocate. The driver
+            allocates whole blocks, so the bound is loose if the sampled captures needed few blocks.
     """
 
     expected_bytes: int
@@ -165,7 +165,8 @@ def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> 
     """Return the expected and the maximum driver memory for ``num_sizes`` sizes.
 
     The driver allocates another whole block when the current block is full. How full the block was
-    before the first sample is unknown, so the growth is measured from the first new block on.
+    before the first sample is unknown. If enough samples follow the first new block, the growth is
+    measured from that block on.
     """
     seen = [sample.driver_bytes for sample in taken]
     rest = max(0, num_sizes - len(taken))

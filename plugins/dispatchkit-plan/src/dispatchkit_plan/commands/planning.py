@@ -83,8 +83,8 @@ def plan(
             help=(
                 "Largest size, which is always captured and counts as a graph; by default, 512, or "
                 "with --axis, the size of the largest step. With --beside or --max-waste, N is "
-                "only a limit: larger steps are ignored. The default is then the largest size in "
-                "the cost model or in --beside."
+                "only a limit: larger steps are ignored. The default is then the largest of all "
+                "graph sizes in the cost model and --beside."
             ),
             show_default=False,
         ),

@@ -75,7 +75,7 @@ def report(
     from dispatchkit_plan.report.files import read_source
 
     if output is None:
-        # The name might contain slashes: it is validated later, when the figures are known.
+        # The name of the figure is not validated yet, so it might contain slashes.
         stem = "report" if figure is None else figure.replace("/", "-")
         output = Path(f"{stem}.html" if figure is None else f"{stem}.svg")
     given = {"policy": policy, "sizes": sizes, "mode": mode, "cost_model": cost_model}
