@@ -5,8 +5,8 @@ that differ only in size are of the same *kind*. There are four forecasts, each 
 statistic:
 
 - how often each key occurred recently;
-- how many buckets each key was away from the previous key of its kind (a *move*). The moves
-  right after keys of one kind are counted as one group. Batches tend to grow and shrink by one
+- how many buckets each key was away from the previous key of its kind (a *move*). Moves are
+  grouped by the kind of the key just before the move. Batches tend to grow and shrink by one
   bucket, so this forecast includes keys that never occurred, if they are near recent keys;
 - which keys followed earlier occurrences of the latest keys (the *context*, of up to ``order``
   keys). The more counts a longer context has, the less weight the shorter ones keep;
@@ -281,7 +281,7 @@ def _normal(found: list[float]) -> list[float]:
 
 
 def _mixed(found: list[float], base: list[float]) -> list[float]:
-    """Return 90% of a distribution plus 10% of the base, or the base if all counts are 0."""
+    """Return 90% of the normalized counts plus 10% of ``base``; ``base`` if all counts are 0."""
     total = sum(found)
     if not total:
         return base

@@ -1,4 +1,7 @@
-"""Simulate a trace with and without prediction, and count the steps that miss a graph."""
+"""Simulate a trace with and without prediction, and count the steps that miss a graph.
+
+A step misses a graph if the graph that the policy chose for it is not captured.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class EngineCounts(Protocol):
     runner: str
 
     def read(self) -> Iterable[Any]:
-        """Return one record for each mode and reason.
+        """Return one record for each pair of a mode and a reason.
 
         Its fields are ``mode``, ``reason``, ``steps``, ``real_tokens`` and ``padded_tokens``, which
         includes the real tokens.

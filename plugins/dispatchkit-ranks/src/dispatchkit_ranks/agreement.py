@@ -77,8 +77,8 @@ class RankAgreement:
     Args:
         group: A torch.distributed process group; by default the group of all ranks.
         timeout: Maximum time in seconds until all ranks stop if one rank does not reach a step.
-            With a timeout below 15 seconds, or if the store does not answer, stopping may take two
-            seconds longer. A rank counts as late after 0.4 of the timeout.
+            With a timeout below 15 seconds, or if the torch.distributed store does not answer,
+            stopping may take two seconds longer. A rank counts as late after 0.4 of the timeout.
         setup_timeout: The timeout in seconds for start-up, captures and the first step after
             either, which ranks may reach at very different times. If it is less than ``timeout``,
             ``timeout`` applies.
@@ -230,7 +230,7 @@ class RankAgreement:
     # -- cold paths ---------------------------------------------------------------------
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in order."""
+        """Return the texts of all ranks, in rank order."""
         return [part.decode() for part in self._collect(text.encode(), self.size, self.rank)]
 
     def share(self, text: str) -> str:
@@ -321,7 +321,7 @@ class RankAgreement:
     # -- internals ----------------------------------------------------------------------
 
     def _collect(self, data: bytes, num_rows: int, row: int) -> list[bytes]:
-        """Return one row of bytes from each rank, or the row of rank 0 only."""
+        """Return the data of each rank or, if ``num_rows`` is 1, the data of rank 0."""
         group = self._group
         if group is None:
             self._check_open()
@@ -429,7 +429,7 @@ class RankAgreement:
         return error
 
     def _marks(self, mark: int, where: str) -> list[dict[str, str]]:
-        """Return the position and mark of each rank; all ranks must call this together."""
+        """Return each rank's mark and step or activity; all ranks must call this together."""
         texts = self.gather(json.dumps({"mark": f"checksum {mark:x} at {where}"}))
         return [json.loads(text) for text in texts]
 

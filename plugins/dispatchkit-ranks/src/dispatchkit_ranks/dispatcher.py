@@ -28,7 +28,8 @@ class RankedDispatcher:
     The policy determines how the ranks agree:
 
     * With a ``stateless`` policy, each rank decides for its own batch. Every rank then decides
-      again, for the largest number of tokens of any rank and the lowest mode that any rank chose.
+      again for the largest number of tokens of any rank, using no mode above the lowest mode that
+      any rank chose.
     * With a ``LeaderPolicy``, the ranks decide once, for the largest number of tokens of any
       rank. They use a table that only the leader (rank 0) changes. An epoch starts when the
       changes are distributed to all ranks.
@@ -181,9 +182,10 @@ class RankedDispatcher:
                 exchanged, so the step can be retried.
             NoGraphError: The ranks allow no common mode; every rank raises this error.
             PolicyError: In strict mode, the policy failed on this rank. The agreement has ended.
-            RankError: A rank is late, has left or has raised an error; the policy or configuration
-                of this rank was swapped without ``renew``; or a graph changed before a step without
-                an exchange. The agreement has ended.
+            RankError: A rank is late, has left or has raised an error; with ``same_batches``, the
+                batches differ; the policy or configuration of this rank was swapped without
+                ``renew``; or a graph changed before a step without an exchange. The agreement has
+                ended.
         """
         if self.dispatcher.graphs is not self._graphs:
             raise self._swapped()
@@ -309,7 +311,7 @@ class RankedDispatcher:
     def _local_mode(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> int:
-        """Return the mode that this rank would run its own batch in."""
+        """Return the mode in which this rank would run its own batch, or FULL to set no limit."""
         if self._leader is not None:
             # Only validate: a dispatch would consume one-shot decisions on this rank alone.
             self.dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling)
@@ -348,7 +350,8 @@ class RankedDispatcher:
         if self._keys.has_changes and self.ranks.size > 1:
             error = RankError(
                 "A graph of this rank changed, but this step has no exchange, so the ranks could "
-                "use different graphs. Call sync_keys() on all ranks after such a change, or set "
+                "use different graphs. The agreement has ended. Create a new agreement on all "
+                "ranks. Then call sync_keys() on all ranks after each such change, or set "
                 "check_every=1 to exchange in every step.",
                 step=self.step,
                 reason="differs",

@@ -74,7 +74,7 @@ def fingerprint(
 
 
 def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> dict[str, str]:
-    """Return the values that differ, by name, such as "rank 2 has Y; ranks 0, 1 have X".
+    """Describe each value that differs, by name, such as "rank 2 has Y; ranks 0, 1 have X".
 
     Args:
         facts: The fingerprint of each rank.
