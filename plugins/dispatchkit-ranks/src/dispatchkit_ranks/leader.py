@@ -83,7 +83,10 @@ class LeaderPolicy:
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the published decision for a batch, or else the decision of the base policy."""
+        """Return the published decision for a batch, or else the decision of the base policy.
+
+        The base policy also decides if the graph of the published decision is not ready.
+        """
         served = self._published.get(batch)
         if served is None or (served.key is not None and not graphs.is_ready(served.key)):
             served = self.base.decide(batch, graphs)

@@ -57,7 +57,7 @@ class Notes:
         self._members, self._rank = tuple(members), rank
 
     def group_store(self) -> Any:
-        """Return the store for connecting the agreement's process group."""
+        """Return the store that the agreement's process group is created with."""
         return PrefixStore("group", self._store)
 
     def wait_for_all(self, seconds: float) -> None:
@@ -101,7 +101,11 @@ class Notes:
         self._call_with_limit(_call_limit(0) if seconds is None else seconds, write)
 
     def has_stopped_ranks(self) -> bool:
-        """Return whether a rank has written a note or the rank that hosts the store is gone."""
+        """Return whether a rank has stopped.
+
+        A rank has stopped if it has written a note, or if it hosts the store and the store does not
+        answer.
+        """
         found = self._call_with_limit(_call_limit(0), lambda: self._store.check([_STOPPED]))
         # A store that no rank hosts may end before the ranks do.
         return self._host is not None if found is None else found

@@ -119,8 +119,8 @@ class RankedRunner:
                 exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises this error.
             RankError: A rank is late, has left or has raised an error. Also raised, with reason
-                ``not_measured``, if another rank has a larger axis value, but no capture on this
-                rank has measured how to trim the outputs.
+                ``not_measured``, if another rank has a larger axis value and the outputs cannot be
+                trimmed to this rank's value.
             ReplayError: The agreed graph could not be replayed. This error, like any error of the
                 step, ends the agreement, because other ranks may be in a collective of the step.
         """
@@ -143,7 +143,7 @@ class RankedRunner:
         return _cut_rows(result, own, rows)
 
     def idle(self, ceiling: int = 2) -> bool:
-        """Join a step without a batch; run dummy rows if any other rank has a batch.
+        """Join a step for which this rank has no batch; run dummy rows if another rank has one.
 
         Args:
             ceiling: The modes that this rank allows, see ``Dispatcher.dispatch``.

@@ -56,7 +56,7 @@ class SharedKeys:
         """Withhold keys that some rank cannot run, and restore keys that all ranks can run.
 
         Args:
-            reports: The return value of ``report`` on each rank, in order.
+            reports: The return value of ``report`` on each rank, in rank order.
 
         Returns:
             The keys that some rank cannot run, with the reason by rank index.

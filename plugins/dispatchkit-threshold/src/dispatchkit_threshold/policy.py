@@ -36,9 +36,9 @@ class ThresholdPolicy:
             together, from 0 (only exact sizes) to 1 (any padding). A mode is skipped if its
             smallest graph for the batch has more padding.
         split: Whether to split a mixed batch over several graphs if no single graph serves it
-            within the limits. The parts fill graphs of the largest possible size; the last part
-            uses the smallest graph that covers it. Requires steps with independent rows
-            (``rows_independent``).
+            within the limits. All parts but the last fill graphs of one size, the largest that does
+            not exceed the batch; the last part uses the smallest graph that covers it. Requires
+            steps with independent rows (``rows_independent``).
 
     Options may be strings, as on a command line.
 

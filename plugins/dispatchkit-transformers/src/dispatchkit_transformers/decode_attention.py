@@ -33,7 +33,8 @@ DECODE_ATTENTION = "dispatchkit_decode"
 _UNSUPPORTED = {"softcap": "logit softcapping", "s_aux": "attention sinks"}
 _SDPA_ONLY = ("position_bias", "head_mask")
 
-# Maximum number of tokens per row in a step, including drafts. Longer calls are prompts.
+# Calls with more tokens per row are treated as prompts. A decoding step has one token per row, plus
+# drafts.
 _MOST_TOKENS = 8
 
 # Limits of cuDNN's kernel, from torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). cuDNN

@@ -120,7 +120,7 @@ class GraphDecoder:
         max_batch_size: Maximum number of live sequences.
         max_length: Maximum length of a sequence in tokens, including the prompt.
         max_source_length: Maximum length of the encoder output. Required for encoder-decoder
-            models; other models reject it.
+            models, not allowed for others.
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Cache lengths to capture graphs for; the largest must be ``max_length``. A step
             reads the smallest length that covers all of its sequences. By default, the lengths are
@@ -470,7 +470,7 @@ class GraphDecoder:
         self._ends, self._lengths, self._is_amid_step = ends, kept, False
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Drop rows, and move the last rows to the freed slots on the device.
+        """Drop rows, and move the last rows to the freed slots.
 
         Returns:
             The previous index of each remaining row, in the new order.
