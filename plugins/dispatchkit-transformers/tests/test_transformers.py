@@ -601,7 +601,7 @@ def test_arguments_of_another_kind_are_errors(one_model):
         ([[5, 6]], r"int32 tensor of tokens \(B, T\), got list. For a list of tokens, pass torch"),
         (torch.ones(1, 2), r"got torch.float32. If the values are tokens, pass NAME.long"),
         (torch.ones(1, 2).long().numpy(), r"got ndarray"),
-        ({"input_ids": torch.ones(1, 2)}, r"got dict. For the result of a tokenizer .* \*\*inputs"),
+        ({"input_ids": torch.ones(1, 2)}, r"got dict. Call inputs = tokenizer.* pass \*\*inputs"),
         (torch.tensor([5, 6]), r"got \(2,\). For a single prompt, pass NAME\[None\]"),
         (torch.ones(1, 0, dtype=torch.long), r"shape \(B, T\) with T at least 1, got \(1, 0\)\.$"),
     ):

@@ -463,7 +463,7 @@ def check_prompts(input_ids: Any, name: str = "input_ids") -> None:
     if not isinstance(input_ids, torch.Tensor):
         hint = "For a list of tokens, pass torch.tensor([tokens])."
         if hasattr(input_ids, "keys"):
-            hint = "For the result of a tokenizer with return_tensors='pt', pass **inputs."
+            hint = "Call inputs = tokenizer(..., return_tensors='pt') and pass **inputs."
         got = type(input_ids).__name__
     elif input_ids.dtype not in (torch.int32, torch.int64):
         got, hint = str(input_ids.dtype), f"If the values are tokens, pass {name}.long()."

@@ -72,8 +72,9 @@ def plan_chunks(
 ) -> list[tuple[int, ...]]:
     """Return the chunk sizes to use for each prompt length from 0 to ``most``.
 
-    The sizes minimize the estimated time and, if times are equal, the number of chunks. The first
-    chunk is padded. An entry is empty if no chunks fit.
+    The sizes minimize the estimated time and, if times are equal, the number of chunks. If the
+    sum of the sizes exceeds the prompt length, the first chunk is padded. An entry is empty if no
+    chunks fit.
 
     Args:
         sizes: Allowed chunk sizes.
@@ -258,7 +259,7 @@ class PromptRunner:
         memory: The cache that prompts are written to.
         lengths: Cache lengths that graphs read, ascending.
         sizes: Chunk sizes in tokens, ascending. The largest size also limits the total number of
-            tokens of prompts that run together.
+            tokens, padding included, of prompts that run together.
         settings: Settings of the ``GraphRunner``.
         whole: Whether a prompt must be a single chunk, because layers ignore the state of an
             earlier chunk.
@@ -314,11 +315,11 @@ class PromptRunner:
         return plan_chunks(fitting, bucket, largest, whole=whole)[width]
 
     def run(self, start: int, input_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Run prompts, and store their states in cleared slots from ``start`` on.
+        """Run prompts, writing to cleared slots from ``start`` on.
 
         Args:
             start: The first slot.
-            input_ids: Prompts (B, T), padded on the left, which ``choose`` accepted.
+            input_ids: Prompts (B, T) that ``choose`` accepted, padded on the left.
             lengths: Number of tokens of each prompt.
 
         Returns:

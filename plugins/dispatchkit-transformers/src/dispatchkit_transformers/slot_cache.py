@@ -124,7 +124,7 @@ class SlotCache:
         return self.slots.step_state.tensors
 
     def chunk_state(self, *, runs_twice: bool) -> StepState:
-        """Return the state that prompt chunks change; rows without a token change nothing.
+        """Return the state that prompt chunks change; padding changes nothing that is read.
 
         Args:
             runs_twice: Whether each step runs twice from the same state, as in check mode. Chunks
@@ -231,7 +231,7 @@ class SlotCache:
 
 
 def _bank_of(tensor: LayerTensor, number: int) -> RawBank:
-    """Return a bank for ``number`` tensors of this kind."""
+    """Return a bank for ``number`` tensors like ``tensor``."""
     return RawBank(
         (number, None, *tensor.slot_shape),
         tensor.states.dtype,

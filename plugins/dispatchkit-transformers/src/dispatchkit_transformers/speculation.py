@@ -52,7 +52,7 @@ class Drafter(Protocol):
         """Return drafts (rows, ``num_draft_tokens``) on the device; negative for no draft.
 
         Of the drafts that the previous call returned, those at positions before ``positions`` were
-        accepted. Accepted drafts are not passed again.
+        accepted. The arguments do not contain these drafts.
 
         Args:
             tokens: The current token of each row (rows,), on the device.
@@ -78,8 +78,8 @@ class SpeculativeDecoder:
             was created without ``num_draft_tokens`` or already has rows, or an argument has the
             wrong type.
 
-    Thread safety: one thread at a time. While there are rows, do not call ``admit``, ``step`` or
-    ``drop`` of the decoder itself.
+    Thread safety: one thread at a time. While there are rows, do not call ``decoder.admit``,
+    ``decoder.step`` or ``decoder.drop``.
     """
 
     def __init__(self, decoder: GraphDecoder, drafter: Drafter) -> None:
@@ -375,7 +375,7 @@ class VerifiedRows:
     token. When the slot of a row is full, the row leaves the decoder.
 
     Args:
-        loop: The decoder, whose steps return several tokens per row.
+        loop: The decoder, whose steps return one or more tokens per row.
     """
 
     def __init__(self, loop: SpeculativeDecoder) -> None:

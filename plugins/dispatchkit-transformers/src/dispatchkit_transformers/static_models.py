@@ -185,7 +185,8 @@ class Probe:
         ahead = torch.arange(length, device=self.device)
         last = memory.length - 1
         arguments = self.step_arguments(cache, num_tokens)
-        # Only the shape is used: keys and values of the source are in the cache already.
+        # Models use only the shape of the encoder output: its keys and values are already in the
+        # cache.
         states = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -345,7 +346,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
 
 
 def _cause(error: Exception | None) -> str:
-    """Return a sentence about a model's exception with a trailing space, or an empty string."""
+    """Return a sentence about a model's exception, followed by a space; empty for None."""
     if error is None:
         return ""
     return f"It raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. "

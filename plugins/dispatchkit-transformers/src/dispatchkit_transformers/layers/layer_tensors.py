@@ -77,9 +77,7 @@ def write_prompts(
 
 
 def _write_rows(slots: torch.Tensor, states: torch.Tensor, length: int) -> None:
-    """Write rows of equal length; ``states`` (B, heads, T, head size) contains the last T
-    positions.
-    """
+    """Write ``states`` (B, heads, T, head size), the last T of each row's ``length`` positions."""
     capacity = slots.shape[2] - 1
     number = min(states.shape[2], capacity)
     states = states[:, :, states.shape[2] - number :]

@@ -2,7 +2,7 @@
 
 These models ask their cache for the number of past tokens and embed the resulting positions. If the
 cache returns one number per row, some model classes put the rows in the wrong dimension of the
-embeddings. While a step runs, a hook restores the shape.
+embeddings. While a step runs, a hook reshapes the embeddings.
 """
 
 from __future__ import annotations
