@@ -117,13 +117,12 @@ MANAGER = Dialect(
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
     varies_query_len=True,
-    # The sizes of uniform and mixed graphs differ, so a batch with one more token may use a smaller
-    # graph.
+    # The sizes of uniform and mixed graphs differ, so a larger batch may use a smaller graph.
     traits=_TRAITS - {"monotone"},
 )
 DRAFTER = Dialect(
     name="vllm-drafter",
-    summary="Several uniform query lengths, with capture sizes that are multiples of them",
+    summary="Variant with several uniform query lengths and separate sizes for uniform batches",
     padding=Padding.PER_QUERY_LEN,
     loras=Loras.NONE,
     names_requests=False,
@@ -131,7 +130,7 @@ DRAFTER = Dialect(
 )
 LORA_COUNT = Dialect(
     name="vllm-lora-count",
-    summary="One graph for each number of active adapters",
+    summary="Variant with separate graphs for each number of active adapters",
     loras=Loras.EVERY_COUNT,
     rounding="0.13",
     traits=_TRAITS,

@@ -2,7 +2,8 @@
 
 ``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped. Each line
 is a record, usually of a configuration and its results. The command prints how many records of each
-file agree with the facades. The kind of a record follows from its id, not from the file name.
+file agree with the facades. The contents of a record, usually its id, determine its kind; the file
+name does not matter.
 """
 
 from __future__ import annotations

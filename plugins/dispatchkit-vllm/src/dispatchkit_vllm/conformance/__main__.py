@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Hide log warnings, such as those of dispatchers whose keys a record leaves uninitialized."""
+    """Hide log warnings, such as the warning that a dispatcher's keys are not initialized."""
     logger = logging.getLogger("dispatchkit_vllm")
     level = logger.level
     logger.setLevel(logging.ERROR)

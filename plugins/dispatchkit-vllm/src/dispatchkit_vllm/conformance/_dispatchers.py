@@ -30,7 +30,7 @@ class Kind:
         group: Names of the ``dispatch`` arguments that are recorded once for a group of calls.
         parts: Fields of a record without errors, besides id and configuration.
         optional: Fields that a record without errors may have in addition.
-        descending: Whether sizes are stored in descending order.
+        descending: Whether the configuration lists the capture sizes in descending order.
         pads: Whether the dispatcher pads; otherwise it takes a padded descriptor.
     """
 
@@ -191,7 +191,7 @@ def mode_of(cfg: Record) -> CUDAGraphMode:
 
 
 def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
-    """Return a new dispatcher, or None if its construction fails, now or in the record."""
+    """Return a new dispatcher, or None if its construction fails or a failure is recorded."""
     dispatcher: list[Any] = []
     error = error_of(lambda: dispatcher.append(make()))
     found.compare_error("construct_error", record.get("construct_error"), error)
@@ -208,7 +208,7 @@ def error_of(call: Callable[[], Any]) -> Exception | None:
 
 
 def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
-    """Return the registered keys by mode, omitting empty modes."""
+    """Return the registered keys by mode, omitting modes without keys."""
     keys = {
         str(mode): [plain(each) for each in descriptors]
         for mode, descriptors in dispatcher.cudagraph_keys.items()

@@ -147,9 +147,9 @@ def _debugging(on: bool) -> Iterator[None]:
 
 
 class _Traced(_wrapper.CUDAGraphWrapper):
-    """A wrapper that records an event for each check of whether captures are enabled.
+    """A wrapper that records an event when it checks whether captures are enabled.
 
-    It can also hide the forward context.
+    It can also behave as if no forward context were available.
     """
 
     events: list[list[Any]]

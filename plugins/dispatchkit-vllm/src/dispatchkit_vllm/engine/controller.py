@@ -24,9 +24,11 @@ from dispatchkit_vllm.runner_rule import RunnerRule
 
 __all__ = ["StepController", "as_dummy_run", "settings_of"]
 
-#: Reason of a step that vLLM's own dispatcher decided without the policy.
+#: Reason of a step that vLLM's own dispatcher decided, because the policy was not asked or gave no
+#: usable answer.
 DECIDED_BY_VLLM = "vllm"
-#: Reason of a step that vLLM's dispatcher decided after several ranks agreed on its shape.
+#: Reason of a step that the policy decided, but that vLLM's dispatcher decided again after several
+#: ranks agreed on its shape.
 AGREED_BY_RANKS = "agreed_by_ranks"
 
 _logs: dict[str, StepLog] = {}
@@ -72,7 +74,8 @@ class StepController:
             learn.
         is_dummy: Whether a dummy run is in progress.
         is_open: Whether the policy decides the current step and has not been asked yet.
-        answer: The policy's answer for the current step, until the forward pass begins.
+        answer: The policy's answer for the current step; None if vLLM decides, or after
+            ``take_answer``.
         rows: For a runner that looks up answers itself: decisions by number of active adapters,
             then by uniform query length, then by number of tokens. The ``plan`` of a decision is
             its answer.
@@ -174,8 +177,8 @@ class StepController:
 
         Raises:
             ConfigError: The runner has no graphs yet, no policy has this name, an option is
-                invalid, the policy declares graphs that the runner does not capture, or it learns
-                and there are several ranks.
+                invalid, the policy declares graphs that the runner does not capture, or the
+                policy learns and there are several ranks.
             PolicyError: The policy is invalid.
         """
         if self._make is None:

@@ -106,7 +106,7 @@ class StepLog:
                 self._fault = str(error)
                 log.warning(
                     "Recording to %s stopped after %s: %s. Serving continues. To record again, "
-                    "fix the cause, or change the setting trace (DISPATCHKIT_TRACE), and "
+                    "fix the cause or change the setting trace (DISPATCHKIT_TRACE), then "
                     "restart vLLM.",
                     self.path,
                     counted(written, "step"),

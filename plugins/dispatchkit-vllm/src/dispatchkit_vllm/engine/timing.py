@@ -19,7 +19,8 @@ from dispatchkit_vllm.engine.log import log
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
 
-#: Number of steps from one measurement to the next. One-shot decisions are always measured.
+#: Number of steps from one measurement to the next, before multiplication by the policy's ``pace``.
+#: One-shot decisions are always measured.
 SAMPLE_EVERY = 16
 # Maximum number of pending measurements; the oldest is dropped to make room.
 _MAX_PENDING = 64
@@ -125,8 +126,8 @@ class StepTimer:
     ``end`` after it.
 
     Args:
-        dispatcher: The dispatcher that receives the outcomes. The ``pace`` of its policy, if any,
-            multiplies the interval between measurements.
+        dispatcher: The dispatcher that receives the outcomes. If its policy has a
+            ``pace``, the interval between measurements is multiplied by it.
         clock: Clock that measures the steps.
 
     Attributes:

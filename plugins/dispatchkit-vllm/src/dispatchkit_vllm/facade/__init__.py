@@ -9,7 +9,7 @@ interface. The modules are:
   ``CUDAGraphMode``;
 - ``v0_33_manager``: ``CudaGraphManager`` of the second model runner;
 - ``drafter``: a dispatcher with several uniform query lengths;
-- ``lora_count``: a dispatcher with one graph for each number of active adapters;
+- ``lora_count``: a dispatcher with separate graphs for each number of active adapters;
 - ``policies``: classes that follow the documentation of a third-party dispatcher.
 
 ``dispatcher_for`` returns the facade for a ``CudagraphDispatcher`` class of vLLM. The package

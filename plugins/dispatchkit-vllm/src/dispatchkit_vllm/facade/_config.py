@@ -103,7 +103,7 @@ def sequence_parallel(vllm_config: Any) -> bool:
 
 
 def splits_at_attention(vllm_config: Any) -> bool:
-    """Return whether the model is compiled in pieces that are split at attention."""
+    """Return whether the model is split at attention and compiled in pieces."""
     compilation = vllm_config.compilation_config
     splits = getattr(compilation, "is_attention_compiled_piecewise", None)
     if splits is not None:
@@ -114,22 +114,22 @@ def splits_at_attention(vllm_config: Any) -> bool:
 
 
 def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
-    """Reject a piecewise mode for a model that is compiled as a whole.
+    """Reject a mode that requires piecewise compilation if the model is not split at attention.
 
     Args:
         vllm_config: vLLM's configuration, or any object with the same attributes.
         breakable: Whether captures can be interrupted at attention, so that no splitting is needed.
 
     Raises:
-        AssertionError: The mode requires piecewise compilation, but the model is compiled as a
-            whole. vLLM's dispatchers also raise an AssertionError.
+        AssertionError: The mode requires piecewise compilation, but the model is not split at
+            attention. vLLM's dispatchers also raise an AssertionError.
     """
     mode = mode_of(vllm_config)
     splits = breakable or splits_at_attention(vllm_config)
     if mode.requires_piecewise_compilation() and not splits:
         raise AssertionError(
-            f"cudagraph_mode {mode} requires a model that is compiled in pieces split at "
-            f"attention. Configure splitting_ops, or use the mode {mode.without_piecewise()}."
+            f"cudagraph_mode {mode} requires a model that is split at attention and compiled in "
+            f"pieces. Configure splitting_ops, or use the mode {mode.without_piecewise()}."
         )
 
 
