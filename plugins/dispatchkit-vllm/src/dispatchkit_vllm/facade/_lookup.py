@@ -113,8 +113,8 @@ class LookupDispatcher(FacadeBase):
             max_loras=int(_config.has_lora(config)),
             specialize_lora=_config.specializes_lora(config),
         )
-        # Keep sizes that are not multiples of the query length: in these graphs, the last request
-        # is shorter.
+        # Keep sizes that are not multiples of the query length: in graphs of these sizes, the last
+        # request is shorter.
         self._declare(ladder, partial="keep")
         self.keys_initialized = True
 

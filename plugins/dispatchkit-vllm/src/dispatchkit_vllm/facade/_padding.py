@@ -206,8 +206,8 @@ class PaddingDispatcher(FacadeBase):
     ) -> tuple[Any, Any] | None:
         """Return the runtime mode and descriptor of a key that only vLLM accepts, or None.
 
-        In such a key, the adapter flag contradicts the count, or the count is above the maximum.
-        Only the caller can have added this key.
+        In such a key, the adapter flag contradicts the number of adapters, or this number is above
+        the maximum. The facade registers no such key; the caller may have added one.
         """
         marks: Any = CONTRADICTORY if has_lora != (loras > 0) else ()
         query_len = self.uniform_decode_query_len if uniform else 0

@@ -134,7 +134,7 @@ class _Absent:
 
     def __get__(self, instance: object, owner: type[Any]) -> Any:
         raise AttributeError(
-            f"{owner.__name__} has no attribute {self._name!r}, because vLLM's wrapper has none in "
+            f"{owner.__name__} has no attribute {self._name!r}, because vLLM's wrapper lacks it in "
             "this release"
         )
 

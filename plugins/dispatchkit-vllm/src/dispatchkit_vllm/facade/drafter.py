@@ -222,7 +222,7 @@ class CudagraphDispatcher(LookupDispatcher):
             descriptor.num_tokens,
             uniform=uniform,
             query_len=query_len if consistent else 0,
-            # A descriptor whose flag and query length contradict each other has a separate key.
+            # A descriptor whose uniform flag contradicts its query length has a separate key.
             axes=() if consistent else (query_len,),
         )
         return GraphKey(mode, native)

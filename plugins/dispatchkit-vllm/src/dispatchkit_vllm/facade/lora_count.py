@@ -31,8 +31,8 @@ class CudagraphDispatcher(PaddingDispatcher):
     """The dispatcher with one graph for each number of active adapters.
 
     Attributes:
-        specialize_lora_count: Whether each number of active adapters has its own graph. With
-            speculative decoding, one graph serves all numbers.
+        specialize_lora_count: Whether each number of active adapters has its own graph. False
+            with speculative decoding, where one graph serves all numbers above 0.
     """
 
     dialect = LORA_COUNT

@@ -406,7 +406,8 @@ class CompositeDispatcher:
         """Run a batch in the first dispatcher that has a graph for its key; return the result.
 
         If no dispatcher has a graph, the dispatcher with the highest priority runs the batch. If
-        the batch raises an exception, no other dispatcher is tried, so that no batch runs twice.
+        the chosen dispatcher raises an exception, no other dispatcher is tried, so that no batch
+        runs twice.
 
         Raises:
             ConfigError: There are no dispatchers.

@@ -46,9 +46,9 @@ _log = logging.getLogger(__name__)
 
 
 class WrapperError(ReplayError, AssertionError):
-    """Raised for a call that does not match the graphs of its wrapper.
+    """Raised if a step has no descriptor, or if input addresses have changed since the capture.
 
-    It is also an AssertionError, which vLLM's wrapper raises for such a call.
+    It is also an AssertionError, which vLLM's wrapper raises in these cases.
     """
 
 
@@ -62,7 +62,8 @@ class WrapperOptions:
             garbage collection and emptying of the device cache. For a model of many pieces, set
             this for every piece except the first.
         weak_ref_output: Whether to release the output inside the capture, so that later graphs can
-            reuse its memory. Callers must not use the output after the next replay.
+            reuse its memory. If True, callers must not use the output after the next replay of any
+            graph in the pool.
     """
 
     debug_log_enable: bool = True
@@ -225,12 +226,12 @@ class GraphWrapper:
         """Run the callable, capture it, or replay its graph.
 
         Returns:
-            The result of the callable. After a replay, or a capture with weak outputs, the next
-            replay overwrites the result.
+            The result of the callable. If it comes from a capture or a replay, a later replay of
+            any graph in the pool may overwrite it.
 
         Raises:
-            CaptureError: Captures are disabled, but the key has no graph, or the module has changed
-                since the graph was captured.
+            CaptureError: Captures are disabled, but this call needs a capture: the key has no
+                graph, or the module has changed since its graph was captured.
             WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) the address
                 of a tensor has changed since the capture.
             NoForwardContextError: There is no forward context, and the rules require a context.
