@@ -215,3 +215,8 @@ def test_command_says_which_file_cannot_be_read(tmp_path: Path, capsys: pytest.C
     assert main([str(tmp_path / "missing.jsonl")]) == 2
     error = capsys.readouterr().err
     assert error.endswith("missing.jsonl: No such file or directory.\n")
+    damaged = tmp_path / "damaged.jsonl.gz"
+    data = gzip.compress(b"{}\n" * 500)
+    damaged.write_bytes(data[:12] + b"\xff" * 4 + data[16:])
+    assert main([str(damaged)]) == 2
+    assert f"Cannot read {damaged}: Error -3" in capsys.readouterr().err

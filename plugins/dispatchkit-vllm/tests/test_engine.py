@@ -715,6 +715,21 @@ def test_a_pass_that_raises_is_not_measured(runner_module, clock, monkeypatch):
     assert runner.cudagraph_dispatcher.controller.timer._running is None
 
 
+def test_a_replay_that_raises_is_not_measured(manager_module, clock, monkeypatch):
+    def fails(self, desc):
+        raise RuntimeError("launch failed")
+
+    ask(monkeypatch, "vllm")
+    runner = second_of(manager_module)
+    base = type(runner.cudagraph_manager).__mro__[1]  # vLLM's own class
+    monkeypatch.setattr(base, "run_fullgraph", fails)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        runner.execute_model(3, 3, 1)
+    timer = runner.cudagraph_manager.controller.timer
+    timer.end()  # as after a pass that vLLM decides
+    assert not runner.cudagraph_manager.controller.core.policy.told
+
+
 def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
     torch = pytest.importorskip("torch")
 

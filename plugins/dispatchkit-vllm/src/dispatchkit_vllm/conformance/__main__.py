@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
             sys.stderr.write(f"Cannot read {path}: {reason}.\n")
             unreadable = True

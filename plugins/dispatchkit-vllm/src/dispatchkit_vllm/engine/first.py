@@ -305,13 +305,6 @@ def _timed(own: Any) -> Any:
         timer = None if controller is None else controller.timer
         if timer is None or controller is None or controller.is_dummy:
             return own(self, *args, **options)
-        timer.begin(controller.take_answer())
-        try:
-            found = own(self, *args, **options)
-        except BaseException:
-            timer.drop()
-            raise
-        timer.end()
-        return found
+        return timer.run(controller.take_answer(), functools.partial(own, self, *args, **options))
 
     return model_forward

@@ -178,10 +178,8 @@ def manager_class(original: type[Any]) -> type[Any]:
             timer = self.controller.timer
             if timer is None or self.controller.is_dummy:
                 return super().run_fullgraph(desc)
-            timer.begin(self.controller.take_answer())
-            found = super().run_fullgraph(desc)
-            timer.end()
-            return found
+            replay = functools.partial(super().run_fullgraph, desc)
+            return timer.run(self.controller.take_answer(), replay)
 
         if hasattr(original, "run_pw_graph"):
 
@@ -190,10 +188,9 @@ def manager_class(original: type[Any]) -> type[Any]:
                 timer = self.controller.timer
                 if timer is None or self.controller.is_dummy:
                     return super().run_pw_graph(*args, **options)
-                timer.begin(self.controller.take_answer())
-                found = super().run_pw_graph(*args, **options)
-                timer.end()  # no effect if the model's hook has ended the measurement
-                return found
+                replay = functools.partial(super().run_pw_graph, *args, **options)
+                # The model's hook may end the measurement; it is then not ended again.
+                return timer.run(self.controller.take_answer(), replay)
 
     PolicyManager.__name__ = PolicyManager.__qualname__ = "PolicyManager"
     return PolicyManager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
@@ -18,6 +18,8 @@ from dispatchkit_vllm.engine.core import Answer
 from dispatchkit_vllm.engine.log import log
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
+
+_T = TypeVar("_T")
 
 #: Number of steps from one measurement to the next, before multiplication by the policy's ``pace``.
 #: One-shot decisions are always measured.
@@ -122,8 +124,7 @@ class _Measurement:
 class StepTimer:
     """Timer that measures some of a policy's steps, and reports the outcomes to the policy.
 
-    A runner calls ``begin`` with the policy's answer before the model's forward pass, and
-    ``end`` after it.
+    A runner measures a forward pass with ``run``, or calls ``begin`` before it and ``end`` after it.
 
     Args:
         dispatcher: The dispatcher that receives the outcomes. If its policy has a
@@ -176,9 +177,21 @@ class StepTimer:
         self._pending.append(measured)
         self.report()
 
-    def drop(self) -> None:
-        """Discard the measurement of a forward pass that raised an error."""
-        self._running = None
+    def run(self, answer: Answer | None, forward: Callable[[], _T]) -> _T:
+        """Run a forward pass, and measure it if it is due for measurement and does not raise.
+
+        Args:
+            answer: As for ``begin``.
+            forward: Function that runs the forward pass.
+        """
+        self.begin(answer)
+        try:
+            result = forward()
+        except BaseException:
+            self._running = None
+            raise
+        self.end()
+        return result
 
     def report(self) -> None:
         """Report the outcomes of finished measurements, oldest first."""
