@@ -124,7 +124,7 @@ class _Measurement:
 class StepTimer:
     """Timer that measures some of a policy's steps, and reports the outcomes to the policy.
 
-    A runner measures a forward pass with ``run``, or calls ``begin`` before it and ``end`` after it.
+    A runner measures a forward pass with ``run``, or with ``begin`` and ``end`` around it.
 
     Args:
         dispatcher: The dispatcher that receives the outcomes. If its policy has a
