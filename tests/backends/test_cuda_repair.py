@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 
@@ -209,6 +211,11 @@ def test_without_a_driver_the_pool_is_given_up_or_pinned_and_it_is_said(device, 
     assert (again.handle == kept.handle) == (device.version == "2.13")
     assert voided.graph not in device.destroyed
     assert cuda_repair._undestroyable[0] is voided.graph
+    alive = weakref.ref(voided.graph)
+    del voided
+    cuda_repair._undestroyable.clear()  # as at the interpreter's exit
+    gc.collect()
+    assert alive() is not None
 
 
 def test_a_capture_that_cannot_begin_costs_the_pool_and_no_draws(device, caplog):

@@ -20,6 +20,7 @@ is then abandoned only if a capture into it fails, too.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import logging
 import warnings
@@ -111,6 +112,8 @@ def repair(
 def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None:
     """Keep a graph until the process exits, because its capture could not begin or end."""
     _undestroyable.append(graph)
+    # The interpreter empties the list at its exit, where the destructor could abort the process.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
     # While torch considers a capture open, it does not free memory that two streams use. This call
     # makes torch stop allocating from the pool, but may raise.
     with suppress(RuntimeError):

@@ -86,8 +86,11 @@ class WeakStorages:
     # WeakStorages.
     _free = staticmethod(torch.UntypedStorage._free_weak_ref)
 
+    # Replaced in ``__init__``, which a signal handler may interrupt.
+    _refs: Any = ()
+
     def __init__(self) -> None:
-        self._refs: set[Any] = set()  # ints; torch annotates them differently
+        self._refs = set()  # of ints; torch annotates them differently
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Add a storage."""
