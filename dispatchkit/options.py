@@ -430,7 +430,10 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
     if settings:
         default = RunnerOptions()
         made = with_settings(options if isinstance(options, RunnerOptions) else default, settings)
-        holds, plain = settings_of(made), settings_of(default)
+        holds, plain = (
+            {**settings_of(one), **{group: getattr(one, group) for group in GROUPS}}
+            for one in (made, default)
+        )
         needless = ", ".join(
             f"{name}={value!r}" for name, value in settings.items() if holds[name] == plain[name]
         )

@@ -215,7 +215,7 @@ def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
         UnknownNameError: One of the names is not the name of a mode.
     """
     if isinstance(modes, str) or not isinstance(modes, Iterable):
-        hint = "For a single mode, write [RuntimeMode.FULL]."
+        hint = "Put a single mode in a list, for example [RuntimeMode.FULL]."
         raise ConfigError(setting, modes, "a list of runtime modes", hint)
     return frozenset(RuntimeMode.parse(mode, f"each mode in {setting}") for mode in modes)
 

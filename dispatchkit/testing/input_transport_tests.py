@@ -304,7 +304,7 @@ class InputTransportTests:
         assert runner.stats().eager_by_reason == {}
 
     def test_a_node_that_cannot_be_set_is_made_up_for(self, bench: Bench) -> None:
-        """If a node cannot be set, torch copies the inputs and ``input_path`` reports this."""
+        """If a copy node's parameters cannot be set, torch copies, and ``input_path`` says so."""
         if bench.way.node not in ("used", "short"):
             pytest.skip("The graphs have no copy node.")
         runner = bench.runner()

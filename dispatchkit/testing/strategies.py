@@ -243,7 +243,7 @@ def registries(
     all_captured: bool = False,
     max_changes: int = 6,
 ) -> GraphRegistry:
-    """Return a strategy for registries of the keys with graphs in random states.
+    """Return a strategy for registries that declare the given keys, in random states.
 
     Args:
         draw: Passed by hypothesis.

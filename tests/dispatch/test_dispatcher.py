@@ -766,7 +766,10 @@ def test_bad_declaration_is_refused(declare, said):
         ({"policy": "vllm"}, r"pass load_plugins\(\)\.create_policy\('vllm'\)"),
         ({"config": None}, r"config must be a DispatchConfig, got None. Write DispatchConfig\("),
         ({"config": {"sizes": [8]}}, "config must be a DispatchConfig, got {'sizes'"),
-        ({"modes": 3}, r"modes must be a list .* got 3. For a single mode, write \[Runtime"),
+        (
+            {"modes": 3},
+            r"modes must be a list .* got 3. Put a single mode in a list, for ex.* \[Runtime",
+        ),
         ({"modes": "FULL"}, "modes must be a list of runtime modes, got 'FULL'"),
         ({"modes": ["FUL"]}, "modes must be one of: FULL, NONE, PIECEWISE, got 'FUL'. Did you"),
         ({"registry": 3}, "registry must be a GraphRegistry, or None for a new one, got 3"),

@@ -203,6 +203,15 @@ def test_a_moved_keyword_is_refused_with_what_to_write(name: str) -> None:
     assert made == ({} if wanted == RunnerOptions() else {"options": wanted})
 
 
+@pytest.mark.parametrize("group", [group for group in GROUPS if group != "lanes"])
+def test_a_group_of_options_is_refused_with_what_to_write(group: str) -> None:
+    value = getattr(FULL, group)
+    made = eval(f"dict({written_for(**{group: value})})", dict(NAMES))  # noqa: S307
+    assert made == {"options": attrs.evolve(RunnerOptions(), **{group: value})}
+    with pytest.raises(ConfigError, match=rf" Omit: {group}=\w+\(\) \(default\)$"):
+        refuse_moved({group: GROUPS[group]()})
+
+
 def test_several_moved_keywords_join_options_that_are_given() -> None:
     text = written_for(
         sizes=(1, 2), max_bytes=2**30, query_len=2, check=1, options=RunnerOptions(strict=True)

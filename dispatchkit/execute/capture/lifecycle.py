@@ -283,7 +283,7 @@ class Lifecycle:
         return pacer.pauses
 
     def warm_all(self) -> dict[GraphKey, str]:
-        """Warm up all keys without a graph, largest first, without capturing them.
+        """Warm up each key that has no graph, largest first, but capture none of them.
 
         Graphs store the addresses of library workspaces, which may grow with the batch size. These
         warmups let the workspaces reach their full size before the first capture.

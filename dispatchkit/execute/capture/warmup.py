@@ -308,9 +308,9 @@ class Warmups:
             key: Key that the step uses; None for an eager step.
 
         Returns:
-            An ``AxisCut`` for each such dimension of the key's outputs. For an eager step, those of
-            the captured keys with the same values of exact axes. None if the dimensions were not
-            measured, or if these keys disagree.
+            An ``AxisCut`` for each such dimension of the key's outputs. An eager step uses the cuts
+            of captured keys whose exact axes have the values of the step. None if the dimensions
+            were not measured, or if the cuts of these keys differ.
         """
         if self._axes is None:
             return ()

@@ -1,7 +1,7 @@
 """Find varying dimensions other than the batch, and test whether padding changes results.
 
 The calls of a family differ only in sizes. A dimension varies if its size differs between two of
-these calls. Varying dimensions form one axis if, in every call, all of them have the same size.
+these calls. Dimensions whose sizes are equal to each other in every call form one axis.
 Calls are padded along an axis only after a proof that padding does not change their results.
 
 The proof takes the first half of a call along each axis, pads it to the size of the call, and

@@ -87,7 +87,9 @@ def main() -> int:
     """Download the sources and run the tests of each release."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("releases", nargs="*", default=RELEASES)
-    parser.add_argument("--python", help="Python of an environment with a CPU build of vLLM")
+    parser.add_argument(
+        "--python", help="Path of the Python interpreter of an environment with a CPU build of vLLM"
+    )
     parser.add_argument("--sources", type=Path, default=FOLDER / "sources")
     given = parser.parse_args()
     python = given.python or environment(BUILD)

@@ -83,8 +83,8 @@ class RankAgreement:
             either, which ranks may reach at very different times. If it is less than ``timeout``,
             ``timeout`` applies.
         device: The device on which values are exchanged. The default is the CPU with gloo, which
-            does not delay device work. A CUDA device uses NCCL and synchronizes with the device in
-            every step.
+            does not delay device work. With a CUDA device, the exchange uses NCCL, and the host
+            waits for the device in every step.
         name: Name that distinguishes agreements of the same ranks in the store.
         facts: Values by name that must be equal on all ranks, compared at creation.
 

@@ -1,4 +1,4 @@
-"""Decide, record, count and measure the steps of a model runner."""
+"""Decide how the steps of a model runner run, and record, count and measure them."""
 
 from __future__ import annotations
 
