@@ -464,7 +464,10 @@ class Controls:
             candidates=tuple(candidates),
             cost=None if model is None else StepCost.of(model, decision, num_tokens),
             times=first.timings.of(decision, found.batch),
-            note=" ".join(self._notes(decision, num_tokens, [one.key for one in candidates])),
+            # An error of the batch itself already contains the next step.
+            note=""
+            if found.error
+            else " ".join(self._notes(decision, num_tokens, [one.key for one in candidates])),
             error=found.error or self._error(decision),
         )
 

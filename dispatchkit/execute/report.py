@@ -27,7 +27,11 @@ def format_runner(executors: Sequence[Executor]) -> str:
     mode, requested = first.dispatcher.config.mode, first.requested_mode
     resolved = "" if mode is requested else f" (requested: {requested})"
     can_split = first.work.step.can_split
-    pieces = "FULL and PIECEWISE" if can_split else "FULL only, because the step is not split"
+    pieces = (
+        "FULL and PIECEWISE"
+        if can_split
+        else "FULL only, because neither the step nor the mode is piecewise"
+    )
     policy = first.dispatcher.policy_name
     modes = ", ".join(f"{count} {mode}" for mode, count in stats.steps_by_mode.items())
     padding = f"padding {stats.padding:.1%} of the real tokens in replays"

@@ -168,6 +168,12 @@ def test_a_lazy_runner_waits_captures_and_captures_anew():
     assert predicted(runner, 3) == next_step(runner, 3) == "evicted"
 
 
+def test_an_error_of_the_batch_has_no_second_next_step(make_runner):
+    found = make_runner(lambda tokens: tokens + 1, max_num_tokens=8).explain(9)
+    assert "Raise max_num_tokens" in found.error
+    assert found.note == ""
+
+
 def test_memory_that_is_asleep():
     memory = GraphMemory(sleeps=True)
     runner = runner_of(Scaled(), lanes=Lanes(memory=memory))

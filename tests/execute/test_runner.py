@@ -135,7 +135,8 @@ def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
 
 def test_each_downgrade_says_the_next_step(make_runner, model, backend, monkeypatch):
     """Warnings and a strict runner's errors must name the next step for newcomers."""
-    assert set(NEXT_STEPS) == DOWNGRADES | {Reason.DISABLED, Reason.CAPTURE_PENDING}
+    chosen = {Reason.DISABLED, Reason.CAPTURE_PENDING, Reason.MODE_NONE}  # explained, not warned of
+    assert set(NEXT_STEPS) == DOWNGRADES | chosen
     with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
         make_runner(model, TWO)(**batch(3))
     monkeypatch.setattr(backend, "capture_segments", None)

@@ -65,6 +65,10 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.NO_KEY: (
         "The policy declares no graph for this kind of batch. Change the mode or the capture sizes."
     ),
+    Reason.MODE_NONE: (
+        "The mode runs this kind of batch eager. Choose a mode that captures it, or pass "
+        "uniform=True if it is a uniform decode batch."
+    ),
     Reason.NOT_CAPTURED: "Call runner.capture(), or create the runner with lazy=True.",
     Reason.CAPTURE_FAILED: (
         "Fix the cause, which print(runner) shows, then call runner.capture(again=True)."
