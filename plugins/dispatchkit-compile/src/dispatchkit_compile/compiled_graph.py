@@ -65,7 +65,8 @@ _NEXT_STEPS = {
     "them.",
     PlainReason.LAYOUT: "Pass a contiguous tensor.",
     PlainReason.ODD_ARGUMENT: "Pass the argument as a tensor.",
-    PlainReason.NO_BATCH: "Pass a tensor that has a batch dimension.",
+    PlainReason.NO_BATCH: "If an argument has a batch, Dynamo compiled its first size, or a single "
+    "row, as a fixed size. dispatchkit_compile.compile marks the batch dimension for you.",
 }
 
 

@@ -134,7 +134,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
         batch_dims.append(dims[0] if dims else None)
         places[0].append(place)
     if all(dim is None for dim in batch_dims):
-        plain.append((PlainReason.NO_BATCH, "no argument has a batch dimension"))
+        plain.append((PlainReason.NO_BATCH, "no argument has a dynamic batch dimension"))
     num_results = len(_results(graph))
     traced = TracedStep(
         graph,
