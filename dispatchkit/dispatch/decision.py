@@ -81,7 +81,8 @@ class Reason(enum.StrEnum):
     GRADIENTS = "gradients"
     #: Graphed calls: the tensors of the call are on several devices.
     SEVERAL_DEVICES = "several_devices"
-    #: Graphed calls: a tensor is nested, sparse, quantized, on the meta device or of a subclass.
+    #: Graphed calls: a tensor is nested, sparse, quantized, on the meta device or an instance of a
+    #: tensor subclass.
     TENSOR_KIND = "tensor_kind"
     #: Graphed calls: a value cannot be hashed, so it cannot be part of a graph's key.
     UNHASHABLE_VALUE = "unhashable_value"

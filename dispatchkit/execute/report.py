@@ -102,8 +102,8 @@ def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
         if step is not None and step.rows.min_rows > 1:
             return (
                 f"replays only batches of at least {step.rows.min_rows} rows "
-                f"({Reason.ROWS_NOT_THE_BUCKET}: with fewer rows, the rows of an output are not "
-                "the rows of the batch)"
+                f"({Reason.ROWS_NOT_THE_BUCKET}: with fewer rows, an output does not have one row "
+                "for each row of the batch)"
             )
         if step is not None and step.rows.coupling:
             return f"cannot serve part of a split batch: {step.rows.coupling}"

@@ -429,7 +429,7 @@ def round_sizes_for_query_len(
             if max_size is None
             else f"Increase the maximum to at least {multiple}.",
             message=f"No capture size can be rounded to a multiple of {multiple} tokens, because "
-            f"the largest allowed size is {top}.",
+            f"the {'largest given' if max_size is None else 'maximum'} size is {top}.",
         )
     return CaptureSizes(tuple(rounded), rounded[-1])
 

@@ -202,7 +202,7 @@ class Recorder(OperationMode):
 
     @staticmethod
     def _writes_data(func: Any, written: list[Any], fresh: list[Any]) -> bool:
-        """Return whether an operation writes data, so that replays must run it."""
+        """Return whether an operation writes data and must therefore run in replays."""
         if func._schema.name in _WRITES_NOTHING or torch.Tag.inplace_view in func.tags:
             return False
         return bool(written or fresh)

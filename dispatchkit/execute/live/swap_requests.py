@@ -169,7 +169,7 @@ class SwapRequests:
             allowed = "given without separate settings"
             raise ConfigError("config", sorted(changes), allowed, hint, message=problem)
         else:
-            hint = "To change single settings, pass them separately, for example sizes=[8, 16]."
+            hint = "To change individual settings, pass them separately, for example sizes=[8, 16]."
             check_instance(config, DispatchConfig, "config", hint)
         has_others = config.axes and config.max_loras != self.requested_config.max_loras
         if config.axes != self.requested_config.axes or has_others:

@@ -332,7 +332,7 @@ class _LazyMap:
 
 
 def _read_dict(target: Any) -> dict[Any, Any]:
-    # Bypasses the item access of subclasses, which may create a new object in each read.
+    # Bypasses the item access of subclasses, which may create a new object on each read.
     return dict.copy(target) if type(target) is dict else dict(mapping(target).items(target))
 
 

@@ -125,8 +125,8 @@ class PythonState:
         self._codes: set[types.CodeType | None] = {None}
         self._values_read: tuple[Entry, ...] | None = None
         self._records_of: dict[int, list[Record]] = {}
-        # Objects that the step reaches without an attribute (roots, cells, globals, classes), with
-        # the code that refers to them.
+        # Objects that the step reaches other than through an attribute (roots, cells, globals,
+        # classes), with the code that refers to them.
         self._roots: dict[int, set[types.CodeType | None]] = {}
         # Identities of the objects that an entry wraps, such as those bound by a method or by
         # ``partial``. The keys are the identities of the entries.

@@ -429,7 +429,7 @@ class RankAgreement:
         return error
 
     def _marks(self, mark: int, where: str) -> list[dict[str, str]]:
-        """Return each rank's mark and step or activity; all ranks must call this together."""
+        """Return each rank's mark and where the rank made it; all ranks must call this together."""
         texts = self.gather(json.dumps({"mark": f"checksum {mark:x} at {where}"}))
         return [json.loads(text) for text in texts]
 
