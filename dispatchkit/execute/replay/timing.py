@@ -280,7 +280,7 @@ class Timer:
     """A timer that measures the steps of a decision when they are due.
 
     Attributes:
-        is_always_due: Whether every step is measured, which is the case for a one-shot decision.
+        is_always_due: Whether a step is always due; True for a one-shot decision.
     """
 
     timings: Timings

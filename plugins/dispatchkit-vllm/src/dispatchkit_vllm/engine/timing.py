@@ -50,7 +50,7 @@ class Clock(Protocol):
         ...
 
     def elapsed_us(self, start: Any, end: Any) -> float:
-        """Return the microseconds between two reached marks."""
+        """Return the time in microseconds between two marks that the device has reached."""
         ...
 
 
