@@ -265,8 +265,8 @@ def _notes(
 ) -> Iterator[str]:
     if refused and limit is not None:
         yield (
-            f"Excluded: {counted(refused, 'step')} above max_num_tokens ({limit}), which the current "
-            "or the new configuration refuses with an error."
+            f"Excluded: {counted(refused, 'step')} above max_num_tokens ({limit}), which the "
+            "current or the new configuration refuses with an error."
         )
     if faults:
         yield (
