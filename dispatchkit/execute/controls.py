@@ -381,7 +381,8 @@ class Controls:
             raise ConfigError("reason", given, "a non-empty string", hint)
         with self._lock:
             self._turns.wait()
-            return sum(member.lifecycle.invalidate(reason) for member in self._executors)
+            text = f"invalidate() was called ({reason})"
+            return sum(member.lifecycle.invalidate(text) for member in self._executors)
 
     def set_enabled(
         self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None

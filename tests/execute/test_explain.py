@@ -143,6 +143,9 @@ def test_a_stale_graph_is_explained_by_what_was_replaced():
     assert "weight" in because
     runner.invalidate("new adapters")
     assert predicted(runner, 3) == "stale"
+    other = runner_of(Scaled())
+    other.invalidate("new adapters")
+    assert other.explain(3).because.endswith("invalidate() was called (new adapters)")
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
