@@ -336,11 +336,13 @@ _GROUP_OF: Final[Mapping[str, str]] = {
 
 def settings_of(options: RunnerOptions) -> dict[str, Any]:
     """Return the values of the settings of all groups, by name."""
-    return {
-        name: getattr(getattr(options, group) if group else options, name)
-        for name, group in _GROUP_OF.items()
-        if name not in GROUPS
-    }
+    return {name: _value_of(options, name) for name in _GROUP_OF if name not in GROUPS}
+
+
+def _value_of(options: RunnerOptions, name: str) -> Any:
+    """Return the value of a setting, or a group of settings."""
+    group = _GROUP_OF[name]
+    return getattr(getattr(options, group) if group else options, name)
 
 
 def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> RunnerOptions:
@@ -430,12 +432,10 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
     if settings:
         default = RunnerOptions()
         made = with_settings(options if isinstance(options, RunnerOptions) else default, settings)
-        holds, plain = (
-            {**settings_of(one), **{group: getattr(one, group) for group in GROUPS}}
-            for one in (made, default)
-        )
         needless = ", ".join(
-            f"{name}={value!r}" for name, value in settings.items() if holds[name] == plain[name]
+            f"{name}={value!r}"
+            for name, value in settings.items()
+            if _value_of(made, name) == _value_of(default, name)
         )
         if made != default:
             written.append(f"options={made!r}")

@@ -121,11 +121,9 @@ class CaptureAttempt:
 
     def close(self, interrupt: BaseException) -> None:
         """End an unfinished capture after an exception from a signal handler."""
-        if self._state is _State.NEW or self._state is _State.OVER:
-            return
-        if self._state is _State.BEGINNING or torch.cuda.is_current_stream_capturing():
+        if self._state is not _State.OPEN or torch.cuda.is_current_stream_capturing():
             self.end(interrupt)
-        elif self.handle is not None:
+        else:
             self._state = _State.OVER
             self._discard()
 

@@ -152,11 +152,8 @@ class GraphMemory:
 
     def _count_asleep(self) -> None:
         """Update the number of sleeping bytes of each device."""
-        groups = self._groups()
-        for name, device in tuple(self._devices.items()):
-            device.asleep_bytes = sum(
-                group.asleep_bytes for group in groups if group.backend.torch_device == name
-            )
+        for device in tuple(self._devices.values()):
+            device.asleep_bytes = sum(group.asleep_bytes for group in self._of(device))
 
     @property
     def is_asleep(self) -> bool:
